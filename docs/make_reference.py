@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 from prometheus_client import Metric
 
@@ -34,6 +35,8 @@ from toolkit.cli import main
 from toolkit.engine_traits import ENGINES
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import measured_gpus, measured_operators
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
 from toolkit.extras import install
 from toolkit.files.find_model import FoundModel
 from toolkit.files.new_recipe import MODEL_LEN, Wish, new_recipe
@@ -41,10 +44,14 @@ from toolkit.files.recipe import SLA_KEYS, Recipe
 from toolkit.laws.features import StepShape
 from toolkit.profiling.shapes import shapes_of
 from toolkit.sched.catalogue import ABOUT
-from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES
+from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES, make_policy
 from toolkit.sched.policies.parameters import Parameter, declared, defaults
-from toolkit.server.metrics import WorkerState, engine_families, families_of_requests
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Worker
+from toolkit.server.driver import Driver
+from toolkit.server.metrics import engine_families, families_of_requests
 from toolkit.server.stats import Stats
+from toolkit.workers.protocol import Workers
 
 HERE = Path(__file__).parent
 NOTE = (
@@ -293,11 +300,12 @@ def policies() -> str:
 
 def families() -> Iterator[Metric]:
     """What /metrics has, without a server."""
-    worker = WorkerState("idle", 0, 0, None, None, 0, 0, 0)
+    worker = Worker(0, unit_step(), ZetaMemory(1000))
+    scheduler = Scheduler(make_policy("slice", {}), [worker])
+    driver = Driver(scheduler, cast(Workers, SimpleNamespace(size=1)), Stats())
     labels = {"model_name": "model"}
-    now = {"running": 0, "waiting": 0, "predicted_ttft_s": 0}
-    yield from engine_families(Stats(), [worker], labels, **now, engine={})
-    yield from families_of_requests(Stats(), labels, [])
+    yield from engine_families(driver, labels)
+    yield from families_of_requests(driver.stats, labels, [])
 
 
 def metrics() -> str:

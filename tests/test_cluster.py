@@ -146,7 +146,7 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
             (second,) = cluster.worker_nodes
             cluster.remove_node(second, allow_graceful=False)
             assert await load == undisturbed()
-            assert http.driver.stats.worker_restarts == 1
+            assert http.driver.stats.restarts.total() == 1
             (lost,) = await workers.until(WorkerLost)
             assert lost.reason.startswith("The actor")
             assert "crashed" in {

@@ -17,8 +17,7 @@ import toolkit
 from toolkit.deploy.dashboard import dashboard
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.server.access import Account
-from toolkit.server.engine import families_of
-from toolkit.server.metrics import families_of_requests, text_of
+from toolkit.server.metrics import engine_families, families_of_requests, text_of
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
@@ -43,7 +42,7 @@ def exposed() -> dict[str, set[str]]:
     driver = make_driver(HandWorkers())
     driver.stats.ended["failed"] += 1
     made = (
-        *families_of(driver, {"model_name": "toy"}),
+        *engine_families(driver, {"model_name": "toy"}),
         *families_of_requests(driver.stats, {"model_name": "toy"}, [Account("team")]),
     )
     families = text_string_to_metric_families(text_of(made).decode())

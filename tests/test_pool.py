@@ -46,7 +46,6 @@ from toolkit.server.own_replicas import OwnReplicas
 from toolkit.server.pool import PoolBackend, traits_of_replicas
 from toolkit.server.process import listen, url
 from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
-from toolkit.server.status import Facts
 from toolkit.server.watched import Watched
 from toolkit.traces.types import Sessions, Trace
 
@@ -146,7 +145,14 @@ async def fronted(
     callers = Watched((api_key, tuple(keys)))
     options = ServerOptions(keys=callers, **settings)
     backend = PoolBackend(pool, options)
-    backend.facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, "vllm", "cpu", {}, {})
+    backend.facts = {
+        "model": MODEL,
+        "engine": "vllm",
+        "device": "cpu",
+        "policy": "vllm",
+        "parameters": {"max_num_seqs": 8},
+        "predicted": {},
+    }
     app = Application(backend, options)
     sweep = asyncio.create_task(pool.sweep())
     with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):

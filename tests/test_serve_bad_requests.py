@@ -293,7 +293,7 @@ def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.Monkey
             ) + http.driver.waiting + http.driver.running < len(asking):
                 await asyncio.sleep(0.001)
             waiting = http.driver.waiting
-            await http.driver.drain(0.0)
+            await http.driver.stop()
             return waiting, [
                 response.json()["error"]["code"] for response in await asyncio.gather(*asking)
             ]

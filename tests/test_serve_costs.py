@@ -8,6 +8,7 @@ from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.openai.answers import AnswerWriter
 from toolkit.sched.types import Job, Moves, Pass, PassResult, Request, Worker
 from toolkit.server.driver import Driver
 from toolkit.server.live import LiveRequest, Reply, TextOutput
@@ -16,7 +17,8 @@ from toolkit.server.stats import Stats
 
 def submit(driver: Driver, name: str, limit: int) -> None:
     output = TextOutput(ByteDetokenizer(), ())
-    driver.submit(LiveRequest(name, tuple(b"hello"), limit, SamplingParams(), output, Reply(1)))
+    reply = Reply(AnswerWriter({}, chat=False), 5, streams=True, keepalive_s=10.0)
+    driver.submit(LiveRequest(name, tuple(b"hello"), limit, SamplingParams(), output, reply))
 
 
 @with_driver()
@@ -67,5 +69,6 @@ def test_a_rounds_prediction_includes_transfers_that_it_waits_for(overlaps, expe
     )
     batch.started_s = 1.0
     stats = Stats()
-    stats.count_pass(batch, PassResult(0, 0, 0, ()), 3.0, worker)
-    assert stats.predicted_batch_s == expected_s
+    counted = stats.count_pass(batch, PassResult(0, 0, 0, ()), 3.0, worker)
+    assert counted == ((2.0, expected_s) if expected_s else (0.0, 0.0))
+    assert stats.predicted_batch_s[0] == expected_s

@@ -21,9 +21,9 @@ ASK = {"prompt": "a", "max_tokens": 8}
 
 async def expire(http: httpx.AsyncClient) -> None:
     """Let the deadlines of all active requests pass now."""
-    for active in list(http.driver._active.by_id.values()):
+    for active in list(http.driver._active.values()):
         assert active.deadline is not None
-        http.driver._expire(active)
+        active.deadline._run()
     await turns()
 
 
@@ -70,7 +70,7 @@ async def test_the_servers_deadline_is_the_default_and_the_longest(http: httpx.A
         asyncio.create_task(http.post("/v1/completions", json=ASK | more))
         for more in ({}, {"timeout": 500}, {"timeout": 2})
     ]
-    waiting = http.driver._active.by_id.values()
+    waiting = http.driver._active.values()
     while len(waiting) < len(asking):
         await turns(1)
     assert sorted(active.timeout_s for active in waiting) == [2, 60, 60]

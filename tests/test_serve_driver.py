@@ -9,9 +9,10 @@ from within import in_a_loop, with_driver
 
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
+from toolkit.openai.answers import AnswerWriter
 from toolkit.sched.types import Job
 from toolkit.server.driver import Driver
-from toolkit.server.live import Delta, LiveRequest, Reply, TextOutput
+from toolkit.server.live import LiveRequest, Reply, TextOutput
 
 
 def submit(
@@ -21,33 +22,28 @@ def submit(
     limit: int = 20,
     end_after: int | None = None,
     stops: tuple[str, ...] = (),
-) -> tuple[LiveRequest, Reply]:
-    reply = Reply(1)
+) -> LiveRequest:
+    writer = AnswerWriter({}, chat=False)
+    reply = Reply(writer, len(prompt), streams=True, keepalive_s=10.0)
     output = TextOutput(ByteDetokenizer(), stops)
     tokens = tuple(prompt.encode())
     live = LiveRequest(name, tokens, limit, SamplingParams(), output, reply, end_after=end_after)
-    driver.submit(live)
-    return live, reply
-
-
-async def take(reply: Reply) -> Delta:
-    (delta,) = await reply.take(10.0)
-    return delta
+    assert driver.submit(live) is None
+    return live
 
 
 @with_driver()
 async def test_tokens_reach_the_client_before_their_batch_ends(driver: Driver, hands: HandWorkers):
-    _, reply = submit(driver)
+    live = submit(driver)
     await turns()
     hands.progress(steps=3)
-    delta = await take(reply)
-    assert delta.text.encode() == bytes(generate("hello", 3))
-    assert (delta.tokens, delta.finish) == (3, "")
+    assert live.unsent.encode() == bytes(generate("hello", 3))
+    assert (len(live.tokens), live.status) == (3, "")
 
 
 @with_driver()
 async def test_the_next_slice_continues_from_prompt_and_output(driver: Driver, hands: HandWorkers):
-    live, _ = submit(driver, limit=20)
+    live = submit(driver, limit=20)
     for _ in range(3):  # slices of 8: 8, 8, 4
         await turns()
         hands.finish()
@@ -74,18 +70,18 @@ async def test_requests_of_one_loop_turn_share_a_tick_and_a_batch(
 async def test_a_client_gets_the_end_of_its_row_before_the_batch_ends(
     driver: Driver, hands: HandWorkers
 ):
-    short, reply = submit(driver, "short", limit=2)
-    long, _ = submit(driver, "long", limit=50)
+    short = submit(driver, "short", limit=2)
+    long = submit(driver, "long", limit=50)
     await turns()
     hands.progress(steps=4)
-    assert (await take(reply)).finish == "length"
+    assert short.unsent.encode() == bytes(generate("hello", 2))
     assert (short.status, long.status) == ("length", "")
     assert (driver.running, driver.waiting) == (1, 0)
 
 
 @with_driver(workers=2)
 async def test_a_killed_worker_loses_no_token_and_repeats_none(driver: Driver, hands: HandWorkers):
-    live, reply = submit(driver, limit=20)
+    live = submit(driver, limit=20)
     await turns()
     hands.progress(0, steps=5)
     hands.crash(0, steps=5)
@@ -95,13 +91,13 @@ async def test_a_killed_worker_loses_no_token_and_repeats_none(driver: Driver, h
     hands.finish(1 if 1 in hands.running else 0)
     await turns()
     assert live.tokens == generate("hello", 20)
-    assert (await take(reply)).text.encode() == bytes(generate("hello", 20))
-    assert driver.stats.worker_restarts == 1
+    assert live.unsent.encode() == bytes(generate("hello", 20))
+    assert driver.stats.restarts == {0: 1}
 
 
 @with_driver()
 async def test_a_request_waits_until_its_only_worker_is_back(driver: Driver, hands: HandWorkers):
-    live, _ = submit(driver, limit=8)
+    live = submit(driver, limit=8)
     await turns()
     hands.crash(0, steps=3)
     await turns()
@@ -116,20 +112,20 @@ async def test_a_request_waits_until_its_only_worker_is_back(driver: Driver, han
 async def test_a_request_that_kills_its_worker_alone_twice_fails_alone(
     driver: Driver, hands: HandWorkers
 ):
-    poison, reply = submit(driver, "poison")
+    poison = submit(driver, "poison")
     await turns()
     for _ in range(2):
         hands.crash(0)
         hands.recover(0)
         await turns()
     assert poison.status == "failed"
-    assert "worker died" in (await take(reply)).failure
+    assert "worker died" in poison.failure
     assert not hands.running
 
 
 @with_driver()
 async def test_out_of_memory_costs_no_request(driver: Driver, hands: HandWorkers):
-    lives = [submit(driver, name, limit=8)[0] for name in "abcd"]
+    lives = [submit(driver, name, limit=8) for name in "abcd"]
     await turns()
     hands.finish(steps=3, failure="oom")
     while any(not live.status for live in lives):
@@ -144,7 +140,7 @@ async def test_out_of_memory_costs_no_request(driver: Driver, hands: HandWorkers
 async def test_a_cancelled_waiting_request_is_removed_at_once(driver: Driver, hands: HandWorkers):
     submit(driver, "first", limit=100)
     await turns()
-    live, _ = submit(driver, "second")
+    live = submit(driver, "second")
     assert driver.waiting == 1
     driver.cancel(live)
     driver.cancel(live)
@@ -154,11 +150,10 @@ async def test_a_cancelled_waiting_request_is_removed_at_once(driver: Driver, ha
 @with_driver()
 async def test_a_stop_string_ends_a_row_on_its_worker(driver: Driver, hands: HandWorkers):
     whole = bytes(generate("hello", 8)).decode()
-    live, reply = submit(driver, limit=100, stops=(whole[3:5],))
+    live = submit(driver, limit=100, stops=(whole[3:5],))
     await turns()
     hands.progress(steps=8)
-    delta = await take(reply)
-    assert (delta.text, delta.tokens, delta.finish) == (whole[:3], 5, "stop")
+    assert (live.unsent, len(live.tokens), live.status) == (whole[:3], 5, "stop")
     assert hands.unwanted == ["a"]
     hands.finish()
     await turns()
@@ -170,7 +165,7 @@ async def test_a_stop_string_ends_a_row_on_its_worker(driver: Driver, hands: Han
 @with_driver()
 async def test_a_stop_string_in_the_last_tokens_ends_a_request(driver: Driver, hands: HandWorkers):
     whole = bytes(generate("hello", 8)).decode()
-    live, _ = submit(driver, limit=8, stops=(whole[3:5],))
+    live = submit(driver, limit=8, stops=(whole[3:5],))
     await turns()
     hands.finish()
     assert (live.status, live.tokens) == ("stop", generate("hello", 5))
@@ -181,7 +176,7 @@ async def test_a_stop_string_in_the_last_tokens_ends_a_request(driver: Driver, h
 async def test_the_scheduler_never_sees_the_length_of_a_replayed_request(
     driver: Driver, hands: HandWorkers
 ):
-    live, reply = submit(driver, limit=100, end_after=6)
+    live = submit(driver, limit=100, end_after=6)
     await turns()
     (batch,) = [worker.batch for worker in driver.scheduler.workers]
     (job,) = batch.jobs
@@ -189,8 +184,7 @@ async def test_the_scheduler_never_sees_the_length_of_a_replayed_request(
     assert 6 not in [getattr(job, name) for name in Job.__slots__]
     assert batch.steps == 8
     hands.finish()
-    delta = await take(reply)
-    assert (delta.tokens, delta.finish, len(delta.text)) == (6, "stop", 5)
+    assert (len(live.tokens), live.status, len(live.unsent)) == (6, "stop", 5)
     assert live.tokens[:5] == generate("hello", 5)
 
 
@@ -214,6 +208,6 @@ async def test_an_exception_of_the_scheduler_reaches_the_owner_of_the_driver():
     driver.scheduler.policy = None
     submit(driver)
     await turns()
-    assert isinstance(driver.bug, AttributeError)
+    assert isinstance(driver.error, AttributeError)
     assert driver.broke.is_set()
     await driver.stop()

@@ -74,15 +74,15 @@ def test_delays_outside_the_laws_are_learnt():
 def test_recent_batches_reveal_a_slow_machine():
     forecast = Forecast(scheduler("conservative"), typical_tokens=64)
     lawful = forecast.predict_by_laws(0.0)
-    forecast.pace.ran(0.0, 0.0)
+    forecast.ran(0.0, 0.0)
     assert forecast.predict_by_laws(0.0) == lawful
-    for batches in range(1, 201):
-        forecast.pace.ran(2.0 * 0.1 * batches, 0.1 * batches)
+    for _ in range(200):
+        forecast.ran(0.2, 0.1)
     assert forecast.predict_by_laws(0.0) == pytest.approx(
         [2.0 * seconds for seconds in lawful], rel=0.01
     )
-    for batches in range(1, 201):
-        forecast.pace.ran(40.0 + 0.1 * batches, 20.0 + 0.1 * batches)
+    for _ in range(200):
+        forecast.ran(0.1, 0.1)
     assert forecast.predict_by_laws(0.0) == pytest.approx(list(lawful), rel=0.01)
 
 

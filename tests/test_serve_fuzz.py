@@ -22,7 +22,7 @@ few = settings(
 async def answer(**asked: object) -> httpx.Response:
     async with client(ToyWorkers()) as http:
         response = await http.request(**asked)
-        assert http.driver.bug is None
+        assert http.driver.error is None
         return response
 
 

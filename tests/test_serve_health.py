@@ -10,7 +10,7 @@ from toy_server import HandWorkers, app_of, make_driver, turns
 from within import with_server
 
 from toolkit.errors import EngineError
-from toolkit.server.engine import worker_states
+from toolkit.server.metrics import worker_states
 from toolkit.server.stats import Histogram
 from toolkit.workers.protocol import WorkerLost
 
@@ -33,10 +33,9 @@ async def test_a_leaving_server_is_healthy_and_not_ready(http: httpx.AsyncClient
     assert (ready.status_code, ready.json()) == (503, {"status": "leaving"})
     assert (await http.get("/health")).status_code == 200
     assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-    http.driver.failed = EngineError("no worker is left")
+    http.driver.error = EngineError("no worker is left")
     assert (await http.get("/health")).status_code == 503
-    http.driver.failed = None
-    http.driver.bug = ValueError("a bug")
+    http.driver.error = ValueError("a bug")
     assert (await http.get("/health")).status_code == 503
 
 
@@ -115,7 +114,7 @@ async def test_actual_and_predicted_batch_times_are_per_worker(http: httpx.Async
     for _ in range(2):  # the second goes to the other worker, which was idle for longer
         asking = await begun(http, prompt="hello")
         (worker,) = http.workers.running
-        http.driver.flights[worker].started_s -= 3.0 * worker
+        http.driver.rows[worker].batch.started_s -= 3.0 * worker
         http.workers.finish(worker)
         await asking
     found = scrape((await http.get("/metrics")).text)

@@ -7,7 +7,6 @@ an idle server, and each token once.
 import asyncio
 import functools
 import random
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +20,7 @@ from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.openai.answers import AnswerWriter
 from toolkit.sched.eventlog import (
     Complete,
     End,
@@ -36,8 +36,8 @@ from toolkit.sched.policies.base import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
 from toolkit.server.driver import Driver
-from toolkit.server.live import Delta, LiveRequest, Reply, TextOutput
-from toolkit.server.metrics import Stats
+from toolkit.server.live import LiveRequest, Reply, TextOutput
+from toolkit.server.stats import Stats
 
 pytestmark = pytest.mark.slow
 
@@ -74,24 +74,12 @@ CAPACITY = 110  # tokens: two or three of the requests at their ends
 TROUBLES = 4  # times that memory is short
 
 
-@dataclass
-class Said:
-    """One request, and what its client got."""
+class Shown(NamedTuple):
+    """What a client got: the text, how many tokens, and how it ended."""
 
-    live: LiveRequest
-    reply: Reply
-    texts: list[str] = field(default_factory=list)
-    tokens: int = 0
-
-    async def hear(self) -> None:
-        """To its end."""
-        while True:
-            for delta in await self.reply.take(10.0):
-                self.texts.append(delta.text)
-                self.tokens += delta.tokens
-                assert not delta.failure
-            if self.live.status:
-                return
+    text: str
+    tokens: int
+    finish: str
 
 
 def planned(joining: Joining | None = None) -> list[Worker]:
@@ -127,7 +115,7 @@ def asks() -> list[tuple[Ask, tuple[str, ...]]]:
             sampling,
             (0, 1, -1)[number % 3],
         )
-        text = TextOutput(ByteDetokenizer()).feed(alone(ask)[0], "").text
+        text, _ = TextOutput(ByteDetokenizer()).feed(alone(ask)[0], "")
         found.append(
             (ask, (text[len(text) // 2 :][:2],) if number % 3 == 1 and len(text) > 6 else ())
         )
@@ -147,13 +135,15 @@ def alone(ask: Ask) -> tuple[tuple[int, ...], str]:
     return output.tokens[0], output.finish[0]
 
 
-def expected(ask: Ask, stops: tuple[str, ...]) -> Delta:
-    return TextOutput(ByteDetokenizer(), stops).feed(*alone(ask))
+def expected(ask: Ask, stops: tuple[str, ...]) -> Shown:
+    output = TextOutput(ByteDetokenizer(), stops)
+    text, finish = output.feed(*alone(ask))
+    return Shown(text, output.tokens, finish)
 
 
 async def serve(
     workers: ThreadWorkers, policy: Policy, lines: list[bytes], joining: Joining | None = None
-) -> list[tuple[Said, Delta]]:
+) -> list[tuple[LiveRequest, Shown]]:
     """Submit many requests, some tokens apart; cancel two meanwhile and kill a worker."""
     scheduler = RecordingScheduler(
         policy, planned(joining), lambda event: lines.append(to_line(event))
@@ -161,24 +151,25 @@ async def serve(
     workers.scheduler = scheduler
     driver = Driver(scheduler, workers, Stats())
     await driver.start()
-    crowd: list[Said] = []
+    crowd: list[LiveRequest] = []
     wanted = asks()
     for number, (ask, stops) in enumerate(wanted):
-        while len(crowd) > 3 and not (crowd[-3].live.tokens or crowd[-3].live.status):
+        while len(crowd) > 3 and not (crowd[-3].tokens or crowd[-3].status):
             await asyncio.sleep(0.001)
-        reply = Reply(1, patient=False)
+        reply = Reply(AnswerWriter({}, chat=False), 0, streams=True, keepalive_s=10.0)
         output = TextOutput(ByteDetokenizer(), stops)
-        live = LiveRequest(*ask[:4], output, reply, ask.priority)
+        live = LiveRequest(*ask[:4], output, reply, priority=ask.priority)
         driver.submit(live)
-        crowd.append(Said(live, reply))
+        crowd.append(live)
         if number == 4:
-            driver.cancel(crowd[0].live)
+            driver.cancel(crowd[0])
         if number == 8:
-            driver.cancel(crowd[8].live)
+            driver.cancel(crowd[8])
             workers.killed[max(workers.running, default=0)].set()
-    stay = [k for k, said in enumerate(crowd) if said.live.status != "cancelled"]
-    await asyncio.gather(*[crowd[k].hear() for k in stay])
+    stay = [k for k, said in enumerate(crowd) if said.status != "cancelled"]
     async with asyncio.timeout(30.0):
+        while not all(said.status for said in crowd):
+            await asyncio.sleep(0.001)
         while scheduler.jobs:  # cancelled rows end with their batches
             await asyncio.sleep(0.001)
     await driver.stop()
@@ -201,11 +192,7 @@ def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     )
     crowd = asyncio.run(serve(workers, policy, lines, joining))
     for said, shown in crowd:
-        assert (said.live.status, said.tokens, "".join(said.texts)) == (
-            shown.finish,
-            shown.tokens,
-            shown.text,
-        )
+        assert Shown(said.unsent, len(said.tokens), said.status) == shown
     events: list[Event] = list(from_lines(lines))
     decided = [batch for event in events if isinstance(event, Tick) for batch in event.started]
     assert {batch.worker for batch in decided} == {0, 1}

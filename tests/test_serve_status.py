@@ -23,20 +23,22 @@ from toolkit.cli.main import run
 from toolkit.metrics import Served, meets_sla
 from toolkit.server.driver import Driver
 from toolkit.server.options import one_key
-from toolkit.server.stats import TOKEN_BUCKETS, Histogram, RequestTimes, Stats, finer, quantile
-from toolkit.server.status import (
-    SAMPLES,
-    Facts,
-    RecentMinute,
-    facts_of,
-)
+from toolkit.server.stats import TOKEN_BUCKETS, Histogram, RequestTimes, Stats, quantile
+from toolkit.server.status import SAMPLES, Facts, RecentMinute, facts_of
 
 SLA = {
     "ttft_p99_s": 200.0,
     "e2e_mean_s": 500.0,
     "mtpot_p99_s": 100.0,
 }  # no busy machine breaks them
-FACTS = Facts("toy", "slice", {"slice_tokens": 8}, "fake", "cpu", SLA, {"ttft_p99_s": 1.5})
+FACTS = {
+    "model": "toy",
+    "engine": "fake",
+    "device": "cpu",
+    "policy": "slice",
+    "parameters": {"slice_tokens": 8},
+    "predicted": {"ttft_p99_s": 1.5},
+}
 KEY = "sk-canary-51c0"
 
 
@@ -159,9 +161,8 @@ async def test_workers_are_shown_separately():
 @in_a_loop
 async def test_the_ratio_of_each_worker_is_of_all_its_batches():
     async with client(HandWorkers(2)) as http:
-        compared = http.driver.stats.compared[1]
-        compared.took_s = 3.0
-        compared.predicted_s = 2.0
+        http.driver.stats.batch_s[1] = 3.0
+        http.driver.stats.predicted_batch_s[1] = 2.0
         assert [one["batch_ratio"] for one in (await data(http))["workers"]] == [None, 1.5]
 
 
@@ -179,7 +180,7 @@ def test_percentiles_cover_only_the_last_minute():
     recent.sample()
     assert recent.statistic("ttft_max_s") == pytest.approx(0.02, rel=0.1)
     assert recent.statistic("ttft_mean_s") == pytest.approx(0.02)
-    assert recent.rates()["output_tokens"] == pytest.approx(1 / 60)
+    assert recent.rates()["rates"]["output_tokens"] == pytest.approx(1 / 60)
 
 
 @given(
@@ -187,7 +188,7 @@ def test_percentiles_cover_only_the_last_minute():
     share=st.sampled_from([0.5, 0.95, 0.99, 1.0]),
 )
 def test_a_percentile_is_accurate_to_a_tenth(values, share):
-    histogram = Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS))
+    histogram = Histogram(TOKEN_BUCKETS)
     for value in values:
         histogram.observe(value)
     exact = sorted(values)[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)]
@@ -224,8 +225,8 @@ def test_within_targets_agrees_with_the_summaries(request, limits):
 
 def test_a_model_folder_is_shown_by_its_last_part(tmp_path: Path):
     plan = fake_plan(tmp_path)
-    assert facts_of(plan, "/home/user/models/my-llama").model == "my-llama"
-    assert facts_of(plan, "meta/llama").model == "meta/llama"
+    assert facts_of(plan, "/home/user/models/my-llama")["model"] == "my-llama"
+    assert facts_of(plan, "meta/llama")["model"] == "meta/llama"
 
 
 @pytest.mark.parametrize(

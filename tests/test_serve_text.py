@@ -4,21 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.engines.tokenizer import ByteDetokenizer
-from toolkit.server.live import Delta, StopFinder, TextOutput
+from toolkit.server.live import TextOutput
 
 PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 def find(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    finder = StopFinder(stops)
-    shown = ""
-    for piece in pieces:
-        more, stopped = finder.feed(piece)
-        shown += more
-        if stopped:
-            return shown, True
-    return shown + finder.flush(), False
+    shown, _, finish = feed_all([*[piece.encode() for piece in pieces], b""], "length", stops=stops)
+    return shown, finish == "stop"
 
 
 @given(PIECES, STOPS)
@@ -41,14 +35,16 @@ def test_the_match_that_ends_first_wins_then_the_longer():
     assert find(["xabx"], ["b", "ab"]) == ("x", True)
 
 
-def feed_all(chunks: list[bytes], finish: str, **options) -> Delta:
+def feed_all(chunks: list[bytes], finish: str, **options) -> tuple[str, int, str]:
+    """The text, the tokens up to its end, and how it ended."""
     output = TextOutput(ByteDetokenizer(), **options)
-    shown = [output.feed(chunk, finish if last else "") for last, chunk in _marked(chunks)]
-    ended = next((index for index, one in enumerate(shown) if one.finish), len(shown) - 1)
-    kept = shown[: ended + 1]
-    return Delta(
-        0, "".join(one.text for one in kept), sum(one.tokens for one in kept), kept[-1].finish
-    )
+    shown = ""
+    for last, chunk in _marked(chunks):
+        text, ended = output.feed(chunk, finish if last else "")
+        shown += text
+        if ended:
+            break
+    return shown, output.tokens, ended
 
 
 def _marked(chunks: list[bytes]) -> list[tuple[bool, bytes]]:
@@ -56,23 +52,23 @@ def _marked(chunks: list[bytes]) -> list[tuple[bool, bytes]]:
 
 
 def test_tokens_count_up_to_the_stop_for_every_grouping():
-    expected = Delta(0, "ab", 4, "stop")
+    expected = ("ab", 4, "stop")
     assert feed_all([b"abcdef"], "length", stops=["cd"]) == expected
     assert feed_all([b"abc", b"def"], "length", stops=["cd"]) == expected
     assert feed_all([b"a", b"b", b"c", b"d", b"e"], "length", stops=["cd"]) == expected
 
 
 def test_an_incomplete_stop_string_is_shown_at_the_end():
-    assert feed_all([b"abc"], "length", stops=["cd"]) == Delta(0, "abc", 3, "length")
+    assert feed_all([b"abc"], "length", stops=["cd"]) == ("abc", 3, "length")
 
 
 def test_the_token_that_ended_the_row_counts_and_is_not_shown():
-    assert feed_all([b"ab", [*b"c", 257]], "stop") == Delta(0, "abc", 4, "stop")
-    assert feed_all([[*b"abc", 257]], "stop", stops=["zz"]) == Delta(0, "abc", 4, "stop")
+    assert feed_all([b"ab", [*b"c", 257]], "stop") == ("abc", 4, "stop")
+    assert feed_all([[*b"abc", 257]], "stop", stops=["zz"]) == ("abc", 4, "stop")
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens():
-    assert feed_all([b"abab"], "length", stops=["a"], min_tokens=2) == Delta(0, "ab", 3, "stop")
+    assert feed_all([b"abab"], "length", stops=["a"], min_tokens=2) == ("ab", 3, "stop")
 
 
 class Halves:
@@ -93,10 +89,12 @@ class Halves:
 
 def test_half_a_character_at_the_end_is_shown_as_a_replacement():
     output = TextOutput(Halves(), ["x"])
-    assert output.feed(b"aab", "").text == "a"
-    assert output.feed(b"bc", "length") == Delta(0, "b?", 2, "length")
+    assert output.feed(b"aab", "") == ("a", "")
+    assert output.feed(b"bc", "length") == ("b?", "length")
+    assert output.tokens == 5
 
 
 def test_a_stop_string_in_the_last_flush_ends_the_text():
     output = TextOutput(Halves(), ["?"])
-    assert output.feed(b"aab", "length") == Delta(0, "a", 3, "stop")
+    assert output.feed(b"aab", "length") == ("a", "stop")
+    assert output.tokens == 3

@@ -200,7 +200,7 @@ def make_driver(
     """A driver of such workers, each with a `capacity` in tokens."""
     planned = [Worker(index, LAW, ZetaMemory(capacity)) for index in range(workers.size)]
     scheduler = Scheduler(make_policy(policy, parameters or {"slice_tokens": 8}), planned)
-    return Driver(scheduler, workers, Stats(), limits=limits)
+    return Driver(scheduler, workers, Stats(), limits)
 
 
 def app_of(
@@ -211,8 +211,7 @@ def app_of(
         driver,
         ByteTokenizer(),
         options,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
+        FACTS.model_copy(update={"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE}),
     )
     backend.facts = facts
     return Application(backend, options)

@@ -66,7 +66,7 @@ async def driver_of(workers: int = 1, **options: Any) -> AsyncIterator[tuple[Dri
     await driver.start()
     try:
         yield driver, hands
-        assert driver.bug is None
+        assert driver.error is None
     finally:
         await driver.stop()
 

@@ -11,21 +11,16 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Literal
 
-from toolkit.engines.protocol import EnginePass, FinishReason, PassOutput
-from toolkit.errors import EngineError
+from toolkit.engines.protocol import EnginePass, FinishReason, PassOutput, StepOutput
 from toolkit.files.profile import EngineFacts
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Failure, Job, Moves, Pass, PassResult, Request
+from toolkit.sched.types import Failure, Job, Moves, Pass, PassResult, Refusal, Request
 from toolkit.server.forecast import Forecast
-from toolkit.server.live import (
-    ActiveRequests,
-    LiveRequest,
-    merge,
-)
+from toolkit.server.live import SHUTTING_DOWN, TIMED_OUT, LiveRequest, Status
 from toolkit.server.stats import Stats
 from toolkit.workers.protocol import (
     Cancel,
@@ -39,25 +34,20 @@ from toolkit.workers.protocol import (
     WorkersFailed,
 )
 
-SHUTTING_DOWN = "the server is shutting down"
-TIMED_OUT = "it was not done at its deadline"
 TIMER_SLACK_S = 0.001  # a timer may fire this early, and a tick before its time decides nothing
-
-State = Literal["loading", "ready", "draining", "stopped"]
-
-
-class RefusedError(Exception):
-    """A request that can never be served. The client may see the message."""
 
 
 class Driver:
     """Owns the scheduler, which is in its first state, and the workers of one server.
 
-    Args:
-        on_end: called with each request that has ended, however it ended, and with the time of
-            `start` on the clock of `time.monotonic`.
-        limits: the latency targets of admission.
-        accept: called before any request with the facts of each worker's loaded engine; may raise.
+    Attributes:
+        forecast: predicts latencies, for admission with the given limits.
+        facts: of each worker's loaded engine, by worker.
+        rows: of each worker, with the pass that it runs now.
+        error: an exception of the scheduler or the driver, or why no worker can be loaded again.
+        broke: set when there is an `error`: the driver cannot go on, and its owner has to stop it.
+        on_end: called with each request that has ended, however it ended.
+        start_s: the time of `start` by `time.monotonic`.
     """
 
     def __init__(
@@ -65,161 +55,116 @@ class Driver:
         scheduler: Scheduler,
         workers: Workers,
         stats: Stats,
-        *,
-        on_end: Callable[[LiveRequest, float], None] | None = None,
         limits: LatencyLimits = UNLIMITED,
-        accept: Callable[[list[EngineFacts]], None] | None = None,
     ) -> None:
-        expected = len(scheduler.workers)
-        if workers.size != expected:
-            raise ValueError(f"{workers.size} workers, and the scheduler has {expected}")
         self.scheduler = scheduler
         self.stats = stats
         self.forecast = Forecast(scheduler, limits)
-        self.state: State = "loading"
-        self.facts: dict[int, EngineFacts] = {}  # by worker
-        # Set when the driver cannot go on; the owner then has to stop it.
+        self.state: Literal["loading", "ready", "stopped"] = "loading"
+        self.facts: dict[int, EngineFacts] = {}
+        self.rows = [WorkerRows() for _ in range(workers.size)]
+        self.error: Exception | None = None
         self.broke = asyncio.Event()
-        self.bug: Exception | None = None  # an exception of the scheduler or the driver
-        self.failed: EngineError | None = None  # no worker is left and none can be loaded
+        self.on_end: Callable[[LiveRequest], None] | None = None
+        self.start_s = 0.0
         self._workers = workers
-        self.on_end = on_end
-        self._accept = accept
-        self._active = ActiveRequests(stats, self.forecast, self._ended)
-        self._activity = WorkerActivity(workers, self._active.by_id.__getitem__)
-        self.flights = self._activity.flights  # the pass that each worker runs now
-        self._start_s = 0.0
+        self._active: dict[str, LiveRequest] = {}  # requests that have not ended, by id
         self._next_tick: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
 
     @property
     def now_s(self) -> float:
         """Seconds since `start`. The loop's own clock has a resolution of 1 ms on uvloop."""
-        return time.monotonic() - self._start_s
+        return time.monotonic() - self.start_s
 
     @property
     def running(self) -> int:
         """Requests in passes that run now."""
-        return sum([self.running_on(worker) for worker in self.flights])
+        return sum([self.running_on(k) for k, rows in enumerate(self.rows) if rows.batch])
 
     def running_on(self, worker: int) -> int:
         """Requests that have a row on a worker and have not ended."""
-        active = self._active.by_id
         jobs = self.scheduler.workers[worker].running.jobs
-        return sum([job.request_id in active for job in jobs])
+        return sum([job.request_id in self._active for job in jobs])
 
     @property
     def waiting(self) -> int:
         """Requests that no worker runs now: new ones, and ones between two slices."""
-        return len(self._active.by_id) - self.running
+        return len(self._active) - self.running
 
     async def start(self) -> None:
-        """Load the workers. Raises `EngineError` if one cannot load, and what `accept` raises."""
-        self._start_s = time.monotonic()
+        """Load the workers. Raises `EngineError` if one cannot load."""
+        self.start_s = time.monotonic()
         await self._workers.start(self._on_event)
-        if self._accept:
-            self._accept([self.facts[worker] for worker in sorted(self.facts)])
         self.state = "ready"
-
-    async def drain(self, timeout_s: float) -> int:
-        """Accept no more requests, and wait up to `timeout_s` seconds until all have ended.
-
-        Requests that have not ended by then fail. Returns how many failed.
-        """
-        self.state = "draining"
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._active.empty.wait(), timeout_s)
-        return self._fail_all()
 
     async def stop(self) -> None:
         """Stop the workers. Requests that have not ended fail."""
         self.state = "stopped"
-        self._fail_all()
+        for active in list(self._active.values()):
+            self._abort(active, "failed", SHUTTING_DOWN)
         for handle in (self._next_tick, self._wake):
             if handle:
                 handle.cancel()
         await self._workers.stop()
 
-    def submit(self, active: LiveRequest) -> None:
-        """Submit a request. Raises `RefusedError` if it can never fit."""
-        if self.state != "ready":
-            raise ValueError(f"submitted while the driver is {self.state}")
+    # Requests
+
+    def submit(self, active: LiveRequest) -> Refusal | None:
+        """Submit a request. Return a refusal if it can never be served."""
         now_s = active.times.arrival_s = self.now_s
         active.predicted = self.forecast.predict_by_laws(now_s)
+        prompt_tokens = len(active.prompt)
         submitted = Request(
-            active.request_id, now_s, len(active.prompt), active.max_new_tokens, active.priority
+            active.request_id, now_s, prompt_tokens, active.max_new_tokens, active.priority
         )
         refusal = self.scheduler.submit(submitted, now_s)
         if refusal:
-            raise RefusedError(refusal.reason)
-        self._active.begin(active)
-        if active.timeout_s < math.inf:
+            return refusal
+        self._active[active.request_id] = active
+        self.forecast.submitted(prompt_tokens)
+        self.stats.prompt_tokens += prompt_tokens
+        timeout_s = active.timeout_s
+        if timeout_s < math.inf:
+            late = f"{TIMED_OUT}, {timeout_s:g} s after it came"
             loop = asyncio.get_running_loop()
-            active.deadline = loop.call_later(active.timeout_s, self._expire, active)
+            active.deadline = loop.call_later(timeout_s, self._abort, active, "failed", late)
         self._tick_later()
-
-    def _expire(self, active: LiveRequest) -> None:
-        """The deadline of a request has passed. The scheduler sees a cancellation."""
-        self._fail(active, f"{TIMED_OUT}, {active.timeout_s:g} s after it came")
-        self._tick_later()
+        return None
 
     def cancel(self, active: LiveRequest) -> None:
         """The client has disconnected. A running row ends with its pass, or earlier."""
-        if active.status:
-            return
+        if not active.status:
+            self._abort(active, "cancelled")
+
+    def _abort(self, active: LiveRequest, status: Status, failure: str = "") -> None:
+        """End a request before its last token. The scheduler sees a cancellation."""
         self.scheduler.cancel(active.request_id, self.now_s)
-        self._activity.cancel_row(active)
-        self._active.end(active, "cancelled")
+        self._cancel_row(active)
+        self._end(active, status, failure)
         self._tick_later()
 
-    def _fail_all(self) -> int:
-        left = list(self._active.by_id.values())
-        for active in left:
-            self._fail(active, SHUTTING_DOWN)
-        return len(left)
+    def _cancel_row(self, active: LiveRequest) -> None:
+        """Tell the worker of a request's slice that the rest of its output is not needed."""
+        batch = active.flight
+        if batch:
+            number = self.rows[batch.worker].numbers[active.request_id]
+            self._workers.tell(batch.worker, Cancel(batch.pass_id, (number,)))
 
-    def _fail(self, active: LiveRequest, reason: str) -> None:
-        self.scheduler.cancel(active.request_id, self.now_s)
-        self._activity.cancel_row(active)
-        self._active.fail(active, reason)
-
-    def _ended(self, active: LiveRequest) -> None:
+    def _end(self, active: LiveRequest, status: Status, failure: str = "") -> None:
+        """Remove a request that has ended, count it, and tell its reply."""
+        active.status = status
+        active.failure = failure
+        del self._active[active.request_id]
         if active.deadline:
             active.deadline.cancel()
             active.deadline = None
+        self.stats.count_end(status, active.times, len(active.tokens))
         if self.on_end:
-            self.on_end(active, self._start_s)
+            self.on_end(active)
+        active.reply.tell(active)
 
-    def _tick_later(self) -> None:
-        """Tick once for everything that happens in this turn of the event loop."""
-        if self._next_tick is None and self.state != "stopped":
-            self._next_tick = asyncio.get_running_loop().call_soon(self._tick)
-
-    def _tick(self) -> None:
-        with self._stop_on_bug():
-            self._next_tick = None
-            now_s = self.now_s
-            with self._timing_scheduler():
-                batches = self.scheduler.tick(now_s)
-            for batch in batches:
-                self.stats.count_start(batch)
-                self.forecast.started(batch)
-            for active in self._activity.launch(batches):
-                if math.isnan(active.started_s):
-                    active.started_s = now_s
-                    self.stats.queue.observe(now_s - active.times.arrival_s)
-            for worker in self.scheduler.take_interrupts():
-                self._activity.interrupt(worker)
-            for refusal in self.scheduler.take_refusals():
-                if refused := self._active.by_id.get(refusal.request_id):
-                    self._active.fail(refused, refusal.reason)
-            if self._wake:
-                self._wake.cancel()
-                self._wake = None
-            wake_at_s = self.scheduler.wake_at_s
-            if wake_at_s < math.inf:
-                delay_s = max(wake_at_s - now_s, 0.0) + TIMER_SLACK_S
-                self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick_later)
+    # Events of workers
 
     def _on_event(self, event: WorkerEvent) -> None:
         with self._stop_on_bug():
@@ -238,27 +183,59 @@ class Driver:
                     self.scheduler.worker_lost(event.worker, self.now_s)
                     self._tick_later()
                 case WorkersFailed():
-                    self.failed = event.error
-                    self.broke.set()
+                    self._break(event.error)
 
     def _progress(self, event: PassProgress) -> None:
+        rows = self.rows[event.worker]
+        if rows.batch is None or rows.batch.pass_id != event.pass_id:
+            return  # of a pass that has ended
         now_s = self.now_s
-        for active, tokens, finish in self._activity.progress(event):
-            if not self._active.deliver(active, tokens, finish, now_s):
-                continue
-            if active.flight:  # the scheduler learns it from the pass's result
-                self._activity.cancel_row(active)
-            else:
-                self.scheduler.end(active.request_id, len(active.tokens), now_s)
-                self._tick_later()
+        for number, (tokens, finish) in merge(event.steps).items():
+            active = rows.receive(number, len(tokens), ended=bool(finish))
+            if not active.status:
+                self._deliver(active, tokens, finish, now_s)
+
+    def _deliver(
+        self, active: LiveRequest, tokens: list[int], finish: FinishReason, now_s: float
+    ) -> None:
+        """Pass new tokens to the client at once."""
+        output = active.output
+        before = output.tokens
+        text, ended = output.feed(tokens, finish)
+        new = output.tokens - before
+        active.unsent += text
+        active.tokens += tokens[:new]
+        times = active.times
+        if new:
+            if math.isnan(times.first_s):
+                self.forecast.first_token(active.predicted, now_s - times.arrival_s)
+            self.stats.count_tokens(new, times, now_s)
+            times.came(now_s, new)
+        if not ended:
+            active.reply.tell(active)
+            return
+        self._end(active, ended)
+        self.forecast.ended(active.predicted, now_s - times.arrival_s, output.tokens)
+        if finish and new == len(tokens):
+            return
+        # A stop string ended the request: the worker and the scheduler do not know it yet.
+        if active.flight:  # the scheduler learns it from the pass's result
+            self._cancel_row(active)
+        else:
+            self.scheduler.end(active.request_id, output.tokens, now_s)
+            self._tick_later()
 
     def _pass_done(self, event: PassDone) -> None:
-        batch, result = self._activity.done(event)
+        worker = event.worker
+        rows = self.rows[worker]
+        batch, result = rows.end(event)
         now_s = self.now_s
-        self.stats.count_pass(batch, result, now_s, self.scheduler.workers[event.worker])
-        if self._activity.follows[event.worker] and event.failure != "crashed":
+        took_s, expected_s = self.stats.count_pass(
+            batch, result, now_s, self.scheduler.workers[worker]
+        )
+        self.forecast.ran(took_s, expected_s)
+        if rows.follows and event.failure != "crashed":
             self.stats.hop.observe(event.gap_s)
-        self.forecast.pace.ran(self.stats.batch_s, self.stats.predicted_batch_s)
         with self._timing_scheduler():
             self.scheduler.complete(result, now_s)
         if event.failure == "crashed":
@@ -268,7 +245,50 @@ class Driver:
         if self._next_tick:
             self._next_tick.cancel()
         if self.state != "stopped":
-            self._tick()
+            self._tick(worker)
+
+    # Decisions of the scheduler
+
+    def _tick_later(self) -> None:
+        """Tick once for everything that happens in this turn of the event loop."""
+        if self._next_tick is None and self.state != "stopped":
+            self._next_tick = asyncio.get_running_loop().call_soon(self._tick)
+
+    def _tick(self, freed: int | None = None) -> None:
+        """Do what the scheduler decides now. `freed`: the worker that has just ended a pass."""
+        with self._stop_on_bug():
+            self._next_tick = None
+            now_s = self.now_s
+            with self._timing_scheduler():
+                batches = self.scheduler.tick(now_s)
+            for batch in batches:
+                self._launch(batch, now_s, follows=batch.worker == freed)
+            for worker in self.scheduler.take_interrupts():
+                running = self.rows[worker].batch
+                assert running is not None
+                self._workers.tell(worker, Interrupt(running.pass_id))
+            for refusal in self.scheduler.take_refusals():
+                if refused := self._active.get(refusal.request_id):
+                    self._end(refused, "failed", refusal.reason)
+            if self._wake:
+                self._wake.cancel()
+                self._wake = None
+            wake_at_s = self.scheduler.wake_at_s
+            if wake_at_s < math.inf:
+                delay_s = max(wake_at_s - now_s, 0.0) + TIMER_SLACK_S
+                self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick_later)
+
+    def _launch(self, batch: Pass, now_s: float, *, follows: bool) -> None:
+        """Send a pass to its worker."""
+        self.stats.count_start(batch)
+        self.forecast.started(batch)
+        entering = [self._active[job.request_id] for job in batch.jobs]
+        for active in entering:
+            if math.isnan(active.started_s):
+                active.started_s = now_s
+                self.stats.latencies["queue"].observe(now_s - active.times.arrival_s)
+        plan = self.rows[batch.worker].begin(batch, entering, follows=follows)
+        self._workers.run(batch.worker, plan, batch.estimated_s)
 
     @contextmanager
     def _timing_scheduler(self) -> Iterator[None]:
@@ -282,83 +302,23 @@ class Driver:
         try:
             yield
         except Exception as error:  # any error: the state is unknown, whatever it was
-            self.bug = self.bug or error
-            self.broke.set()
+            self._break(error)
             raise
 
+    def _break(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.broke.set()
 
-RowOutput = tuple[LiveRequest, list[int], FinishReason]  # new tokens, and how it ended, or ''
 
-
-class WorkerActivity:
-    """The passes that run now, at most one per worker.
-
-    It decides nothing and writes nothing to clients: the driver says what starts, delivers the
-    tokens, and gives the results to the scheduler. `find` returns the active request with an id.
-    `follows[worker]`: whether its pass was sent as soon as the last one had ended.
-    """
-
-    def __init__(self, workers: Workers, find: Callable[[str], LiveRequest]) -> None:
-        self.flights: dict[int, Pass] = {}  # by worker
-        self.follows = [False] * workers.size
-        self._workers = workers
-        self._find = find
-        self._rows = [WorkerRows() for _ in range(workers.size)]
-        self._just_freed: set[int] = set()
-
-    def launch(self, batches: Iterable[Pass]) -> list[LiveRequest]:
-        """Send the passes of a tick, and return the requests that begin to run.
-
-        A worker that gets no pass stays idle, so its next pass does not follow the last one at
-        once.
-        """
-        started: list[LiveRequest] = []
-        for batch in batches:
-            worker = batch.worker
-            requests = [self._find(job.request_id) for job in batch.jobs]
-            started += requests
-            self.flights[worker] = batch
-            self.follows[worker] = worker in self._just_freed
-            if not batch.keep_cache:
-                for active in requests:
-                    active.flight = batch
-            plan = self._rows[worker].begin(batch, requests)
-            self._workers.run(worker, plan, batch.estimated_s)
-        self._just_freed.clear()
-        return started
-
-    def interrupt(self, worker: int) -> None:
-        """Ask the worker to end its pass at the next step where the pass may stop."""
-        self._workers.tell(worker, Interrupt(self.flights[worker].pass_id))
-
-    def cancel_row(self, active: LiveRequest) -> None:
-        """Tell the worker of a request's slice that the rest of its output is not needed."""
-        batch = active.flight
-        if batch:
-            number = self._rows[batch.worker].numbers[active.request_id]
-            self._workers.tell(batch.worker, Cancel(batch.pass_id, (number,)))
-
-    def progress(self, event: PassProgress) -> list[RowOutput]:
-        """The tokens of a running pass. Events of a pass that has ended are ignored."""
-        batch = self.flights.get(event.worker)
-        if batch is None or batch.pass_id != event.pass_id:
-            return []
-        rows = self._rows[event.worker]
-        return [
-            (rows.receive(number, len(tokens), ended=bool(finish)), tokens, finish)
-            for number, (tokens, finish) in merge(event.steps).items()
-        ]
-
-    def done(self, event: PassDone) -> tuple[Pass, PassResult]:
-        """Return the pass that has ended, and its result. All its tokens have arrived."""
-        batch = self.flights.pop(event.worker)
-        self._just_freed.add(event.worker)
-        rows = self._rows[event.worker]
-        if not batch.keep_cache:
-            return batch, rows.dropped(batch, event.failure)
-        if event.output is None:
-            return batch, rows.crashed(batch)
-        return batch, rows.kept(batch, event.output)
+def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:
+    """The tokens of each row over all `steps`, and how the row ended, or ''."""
+    tokens: dict[int, list[int]] = {}
+    ended: dict[int, FinishReason] = {}
+    for step in steps:
+        for row, token in zip(step.rows, step.tokens, strict=True):
+            tokens.setdefault(row, []).append(token)
+        ended.update(step.ended)
+    return {row: (tokens.get(row, []), ended.get(row, "")) for row in {**tokens, **ended}}
 
 
 NO_MOVES = Moves()
@@ -371,10 +331,14 @@ class WorkerRows:
     when it enters, and loses it when its cache is dropped.
 
     Attributes:
+        batch: the pass that runs now; None: the worker is idle.
+        follows: whether it was sent as soon as the last one had ended.
         numbers: by request id.
     """
 
     def __init__(self) -> None:
+        self.batch: Pass | None = None
+        self.follows = False
         self.numbers: dict[str, int] = {}
         self._requests: dict[int, LiveRequest] = {}  # by row number
         self._next_number = 0
@@ -384,14 +348,19 @@ class WorkerRows:
         self._ended: list[int] = []  # rows that ended in this pass
         self._steps = 0  # decode steps over all passes, by which possible stops count
 
-    def begin(self, batch: Pass, entering: Sequence[LiveRequest]) -> EnginePass:
+    def begin(
+        self, batch: Pass, entering: Sequence[LiveRequest], *, follows: bool = False
+    ) -> EnginePass:
         """The pass for the engine; `entering` are the active requests of its jobs."""
+        self.batch = batch
+        self.follows = follows
         evicted = (*self._forget(batch.evict), *self._forget(batch.release))
         entered = tuple(range(self._next_number, self._next_number + len(entering)))
         self._next_number += len(entering)
         self._requests.update(zip(entered, entering, strict=True))
-        for job, number in zip(batch.jobs, entered, strict=True):
-            self.numbers[job.request_id] = number
+        for active, number in zip(entering, entered, strict=True):
+            self.numbers[active.request_id] = number
+            active.flight = None if batch.keep_cache else batch
         self._prefilling.update(dict.fromkeys(entered))
         self._prefilling_before = tuple(self._prefilling)
         self._received = {}
@@ -425,6 +394,17 @@ class WorkerRows:
         if ended:
             self._ended.append(number)
         return self._requests[number]
+
+    def end(self, event: PassDone) -> tuple[Pass, PassResult]:
+        """Return the pass that has ended, and its result. All its tokens have arrived."""
+        batch = self.batch
+        assert batch is not None
+        self.batch = None
+        if not batch.keep_cache:
+            return batch, self.dropped(batch, event.failure)
+        if event.output is None:
+            return batch, self.crashed(batch)
+        return batch, self.kept(batch, event.output)
 
     def dropped(self, batch: Pass, failure: Failure) -> PassResult:
         """The result of a pass that kept no caches, from the tokens that arrived."""

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client.core import Metric
 from starlette.requests import Request
+from starlette.types import Receive, Send
 
 from toolkit.engine_traits import traits_of
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.resources import require_gpu
 from toolkit.engines.tokenizer import Tokenizer, load_tokenizer
-from toolkit.errors import InputError
+from toolkit.errors import EngineError, InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, identity, refuse_foreign
@@ -31,18 +32,17 @@ from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import CHAT, COMPLETION_TOKENS, RESPONSES
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingScheduler
-from toolkit.sched.memory import footprint_of
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request as PooledRequest
 from toolkit.sched.types import Worker
 from toolkit.server.backend import SendAnswer, ServerBackend, late, unavailable
+from toolkit.server.background import while_connected
 from toolkit.server.bodies import LargeBodies, PromptReader, Prompts, check_room, is_large, short
-from toolkit.server.driver import Driver, RefusedError
-from toolkit.server.exchange import Exchange
+from toolkit.server.driver import Driver
 from toolkit.server.live import LiveRequest, Reply, TextOutput
 from toolkit.server.log import EventLog
-from toolkit.server.metrics import Labels, WorkerState, engine_families
+from toolkit.server.metrics import engine_families, worker_states
 from toolkit.server.options import ServerOptions
 from toolkit.server.stats import LATE, Stats
 from toolkit.server.status import facts_of
@@ -62,30 +62,26 @@ class EngineBackend(ServerBackend):
     """Our own workers, behind a driver that it starts and stops.
 
     Args:
-        max_model_len: of a request, prompt and output together, in tokens.
+        engine: the engine that the laws are about.
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        tokenizer: Tokenizer,
-        options: ServerOptions,
-        *,
-        max_model_len: int,
-        vocab_size: int,
+        self, driver: Driver, tokenizer: Tokenizer, options: ServerOptions, engine: EngineFacts
     ) -> None:
         super().__init__(options, driver.stats)
         self.driver = driver
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._reader = PromptReader(tokenizer, vocab_size)
+        self._engine = engine
+        self._reader = PromptReader(tokenizer, engine.vocab_size)
         self._large_bodies = LargeBodies()
         driver.on_end = self._write
 
     @property
     def state(self) -> str:
-        driver = self.driver
-        return NO_WORKER if driver.state == "ready" and not self._lives else driver.state
+        if self.draining:
+            return "draining"
+        state = self.driver.state
+        return NO_WORKER if state == "ready" and not self._lives else state
 
     @property
     def _lives(self) -> bool:
@@ -93,34 +89,28 @@ class EngineBackend(ServerBackend):
 
     @property
     def failure(self) -> str:
-        if self.driver.bug:
-            return "the scheduler stopped at a bug"
-        return "no worker can be loaded" if self.driver.failed else ""
+        error = self.driver.error
+        if isinstance(error, EngineError):
+            return "no worker can be loaded"
+        return "the scheduler stopped at a bug" if error else ""
 
     @property
     def problem(self) -> str:
-        """Loading and draining are not problems."""
-        if self.failure or self._lives or self.driver.state in ("loading", "stopped"):
-            return self.failure
-        return NO_WORKER
-
-    @property
-    def left(self) -> int:
-        return self.driver.running + self.driver.waiting
+        """Loading is not a problem: to the scheduler workers live until they are lost."""
+        return self.failure or ("" if self._lives else NO_WORKER)
 
     @property
     def waiting(self) -> int:
         return self.driver.waiting
 
     def about_model(self) -> dict[str, object]:
-        return {"max_model_len": self._max_model_len}
+        return {"max_model_len": self._engine.max_model_len}
 
     def families(self) -> Iterable[Metric]:
-        return families_of(self.driver, self.labels)
+        return engine_families(self.driver, self.labels)
 
     def shown(self) -> dict[str, Any]:
         stats = self.stats
-        predicted_s = stats.predicted_batch_s
         return {
             "running": self.driver.running,
             "workers": [worker._asdict() for worker in worker_states(self.driver)],
@@ -129,8 +119,8 @@ class EngineBackend(ServerBackend):
                 "extrapolated_batches": stats.extrapolated_batches,
                 "oom_events": stats.oom_events,
                 "preemptions": stats.preemptions,
-                "restarts": stats.worker_restarts,
-                "batch_ratio": stats.batch_s / predicted_s if predicted_s else None,
+                "restarts": stats.restarts.total(),
+                "batch_ratio": stats.ratio_of(range(len(self.driver.rows))),
             },
         }
 
@@ -140,19 +130,20 @@ class EngineBackend(ServerBackend):
             application.add(path, responses, "GET", "POST", "DELETE")
 
     async def start(self) -> None:
-        """Load the workers. Raises `EngineError` if one cannot load."""
+        """Load the workers. Raises `EngineError` if one cannot load, and `ForeignError` if it has
+        loaded another engine, model or device than the laws are about.
+        """
         await self.driver.start()
+        loaded = map(identity, self.driver.facts.values())
+        refuse_foreign(self._engine, loaded, self.options.on_foreign)
 
     async def broken(self) -> None:
         """Raises `EngineError` if no worker is left and none can be loaded again; also an exception
         of the scheduler.
         """
         await self.driver.broke.wait()
-        if ended_by := self.driver.bug or self.driver.failed:
-            raise ended_by
-
-    async def drain(self, timeout_s: float) -> None:
-        await self.driver.drain(timeout_s)
+        assert self.driver.error is not None
+        raise self.driver.error
 
     async def stop(self) -> None:
         await self.driver.stop()
@@ -165,12 +156,26 @@ class EngineBackend(ServerBackend):
         prompts = await self._large_bodies.read(lambda _: self._reader.tokens(asked), body)
         if is_large(body):  # others were admitted, or a drain began, while a thread read
             self._admit(request, asked)
-        return self._submit(asked, prompts).answer
+        return partial(self._answer, self._submit(asked, prompts))
+
+    async def _answer(self, reply: Reply, receive: Receive, send: Send) -> None:
+        """Send the response; cancel its requests if the client leaves. Raises ApiError if it fails
+        before anything was sent.
+        """
+        try:
+            await while_connected(receive, reply.send(send))
+        finally:
+            self._cancel(reply)
+
+    def _cancel(self, reply: Reply) -> None:
+        """Cancel all requests of a reply. It has no effect on ended ones."""
+        for active in reply.requests:
+            self.driver.cancel(active)
 
     def check_open(self) -> None:
-        state = self.driver.state
-        if state != "ready":
-            raise unavailable(state, {"Connection": "close"} if state == "draining" else {})
+        super().check_open()
+        if self.driver.state != "ready":
+            raise unavailable(self.driver.state, {})
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` also if a new request would miss a target by the forecast."""
@@ -197,7 +202,7 @@ class EngineBackend(ServerBackend):
         self.check_open()  # it may have begun to drain while the body was read
         self.admit(request, asked.model, asked.priority, choices)
 
-    def _submit(self, asked: EngineRequest, prompts: Prompts) -> Exchange:
+    def _submit(self, asked: EngineRequest, prompts: Prompts) -> Reply:
         """Submit all choices of all prompts. Raises `ApiError` for a request that cannot be served,
         and then submits nothing. It awaits nothing, so the counts that admitted a request hold.
         """
@@ -207,43 +212,45 @@ class EngineBackend(ServerBackend):
         about = about_answer(self.model, chat=is_chat)
         shows_usage = bool(asked.stream_options.include_usage)
         writer = AnswerWriter(about, chat=is_chat, shows_usage=shows_usage)
-        n = asked.n
-        prompt_tokens = sum(map(len, prompts))
         sampling = self._sampling(asked, min(limits))
-        reply = Reply(len(prompts) * n, patient=not asked.stream)
         tokens = [tuple(prompt) for prompt in prompts]
-        keepalive_s = self.options.keepalive_s
-        exchange = Exchange(self.driver, reply, writer, prompt_tokens, asked.stream, keepalive_s)
-        try:
-            for index in range(reply.choices):
-                own = sampling
-                if index % n and sampling.temperature:  # each choice of a prompt has its own seed
-                    seed = (sampling.seed + index % n) & MAX_SEED
-                    own = msgspec.structs.replace(sampling, seed=seed)
-                detokenizer = self._tokenizer.detokenizer()
-                active = LiveRequest(
-                    f"{writer.about['id']}-{index}",
-                    tokens[index // n],
-                    limits[index // n],
-                    own,
-                    TextOutput(detokenizer, asked.stops, own.min_tokens, index),
-                    reply,
-                    asked.priority,
-                    asked.llmctl_end_after,
-                    min(asked.timeout or math.inf, self.options.request_timeout_s),
-                )
-                self.driver.submit(active)
-                exchange.choices.append(active)
-        except RefusedError as error:
-            exchange.cancel()
-            raise ApiError(str(error), code="context_length_exceeded") from None
-        return exchange
+        reply = Reply(
+            writer,
+            sum(map(len, prompts)),
+            streams=asked.stream,
+            keepalive_s=self.options.keepalive_s,
+        )
+        n = asked.n
+        for index in range(len(prompts) * n):
+            own = sampling
+            if index % n and sampling.temperature:  # each choice of a prompt has its own seed
+                seed = (sampling.seed + index % n) & MAX_SEED
+                own = msgspec.structs.replace(sampling, seed=seed)
+            active = LiveRequest(
+                f"{about['id']}-{index}",
+                tokens[index // n],
+                limits[index // n],
+                own,
+                TextOutput(self._tokenizer.detokenizer(), asked.stops, own.min_tokens),
+                reply,
+                index,
+                asked.priority,
+                asked.llmctl_end_after,
+                min(asked.timeout or math.inf, self.options.request_timeout_s),
+            )
+            refusal = self.driver.submit(active)
+            if refusal:
+                self._cancel(reply)
+                raise ApiError(refusal.reason, code="context_length_exceeded")
+            reply.requests.append(active)
+        return reply
 
     def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
         """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
         longest = self.options.max_new_tokens
-        check_room(prompt_tokens, self._max_model_len)
-        room = self._max_model_len - prompt_tokens
+        max_model_len = self._engine.max_model_len
+        check_room(prompt_tokens, max_model_len)
+        room = max_model_len - prompt_tokens
         if wanted is None:
             return min(default, longest, room)
         if wanted > longest:
@@ -252,7 +259,7 @@ class EngineBackend(ServerBackend):
         if wanted > room:
             text = (
                 f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, together "
-                f"{prompt_tokens + wanted}; the limit is {self._max_model_len}"
+                f"{prompt_tokens + wanted}; the limit is {max_model_len}"
             )
             raise ApiError(text, param="max_tokens", code="context_length_exceeded")
         return wanted
@@ -281,11 +288,11 @@ class EngineBackend(ServerBackend):
             stop_token_ids=tuple(asked.stop_token_ids),
         )
 
-    def _write(self, active: LiveRequest, start_s: float) -> None:
+    def _write(self, active: LiveRequest) -> None:
         """Write a request that has ended to the log."""
         if self.log is not None:
-            at = self.log.timestamp(start_s + active.times.arrival_s)
-            tokens = len(active.prompt), active.output.tokens, active.max_new_tokens
+            at = self.log.timestamp(self.driver.start_s + active.times.arrival_s)
+            tokens = len(active.prompt), len(active.tokens), active.max_new_tokens
             self.log.add(active.times.line(at, tokens, active.status, active.priority))
 
 
@@ -299,20 +306,14 @@ async def responses() -> None:
 def engine_backend(plan: Plan, options: ServerOptions) -> Iterator[EngineBackend]:
     """Make the backend of a plan's workers, not started.
 
-    Raises `ForeignError` when it starts, if the workers load another engine, model or device than
-    the laws are about; `InputError` for a plan that cannot be used, and `EngineError` if a recipe
-    needs a GPU or a library that is missing.
+    Raises `InputError` for a plan that cannot be used, and `EngineError` if a recipe needs a GPU or
+    a library that is missing.
     """
-    engine = plan.fit.engine
     if not options.ray:
         require_gpu(plan.recipe)
         traits_of(plan.recipe.engine.name).require()
     where = f" on Ray ({options.ray})" if options.ray else ""
     options.say(f"loading {plan.workers} workers of {plan.recipe.name}{where}")
-
-    def accept(loaded: list[EngineFacts]) -> None:
-        refuse_foreign(engine, map(identity, loaded), options.on_foreign)
-
     log = EventLog(options.event_log) if options.event_log else nullcontext()
     with log as events, _workers(plan, options.ray) as workers:
         tokenizer = load_tokenizer(plan.recipe.model)
@@ -320,17 +321,10 @@ def engine_backend(plan: Plan, options: ServerOptions) -> Iterator[EngineBackend
         driver = Driver(
             make_scheduler(plan, events.add if events else None),
             workers,
-            Stats(plan.fit.prefill.valid.both(plan.fit.decode.valid), plan.recipe.sla),
-            limits=make_limits(plan, options),
-            accept=accept,
+            Stats(plan.recipe.sla, plan.fit.prefill.valid.both(plan.fit.decode.valid)),
+            make_limits(plan, options),
         )
-        backend = EngineBackend(
-            driver,
-            tokenizer,
-            options,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
-        )
+        backend = EngineBackend(driver, tokenizer, options, plan.fit.engine)
         backend.facts = facts_of(plan, options.model)
         if events is not None:
             backend.tasks["event log"] = events.flushing
@@ -403,46 +397,3 @@ def warm_up(plan: Plan) -> None:
     for number in range(WARM_UP_REQUESTS * plan.workers):
         scheduler.submit(PooledRequest(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
     scheduler.tick(0.0)
-
-
-def families_of(driver: Driver, labels: Labels) -> Iterable[Metric]:
-    """Return the metrics of a driver and its workers at the moment of a scrape."""
-    return engine_families(
-        driver.stats,
-        worker_states(driver),
-        labels,
-        running=driver.running,
-        waiting=driver.waiting,
-        predicted_ttft_s=driver.forecast.predict(driver.now_s).ttft_s,
-        engine=identity(next(iter(driver.facts.values()))) if driver.facts else {},
-    )
-
-
-def worker_states(driver: Driver) -> list[WorkerState]:
-    """Return each worker, as metrics and the status page show it."""
-    states = []
-    for worker in driver.scheduler.workers:
-        # To the scheduler a worker is alive while it loads for the first time.
-        facts = driver.facts.get(worker.index)
-        tokens = footprint_of(worker).taken + worker.paused.tokens
-        batch = driver.flights.get(worker.index)
-        if batch and not batch.keep_cache:
-            # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
-            tokens = len(batch.jobs) * (batch.input_length + batch.steps)
-        state = "loading" if facts is None else "running" if batch else "idle"
-        compared = driver.stats.compared[worker.index]
-        states.append(
-            WorkerState(
-                state=state if worker.alive or facts is None else "lost",
-                rows=driver.running_on(worker.index),
-                kv_tokens=tokens,
-                kv_capacity=facts.capacity_tokens if facts else None,
-                batch_ratio=compared.took_s / compared.predicted_s
-                if compared.predicted_s
-                else None,
-                load_s=round(worker.load_s, 3),
-                oom_events=worker.oom_events,
-                restarts=driver.stats.restarts[worker.index],
-            )
-        )
-    return states

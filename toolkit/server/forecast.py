@@ -8,7 +8,7 @@
   earlier requests have left.
 
 Output lengths that are not known yet are taken as the mean of finished requests. Two corrections
-follow. `Pace` compares recent batches with the laws, so it reacts at once to a slow machine.
+follow. The pace compares recent batches with the laws, so it reacts at once to a slow machine.
 `Delay` covers what happens outside batches, such as delay in the front. It learns from the
 difference between predicted and measured latency, which is known only after a request got its
 tokens.
@@ -44,7 +44,6 @@ class Forecast:
         self, scheduler: Scheduler, limits: LatencyLimits = UNLIMITED, typical_tokens: int = 128
     ) -> None:
         self.limits = limits
-        self.pace = Pace()
         self._scheduler = scheduler
         self._continuous = scheduler.policy.continuous
         self._prompt_tokens = Mean(typical_tokens)
@@ -52,6 +51,7 @@ class Forecast:
         self._slice_steps = typical_tokens  # of the last slice
         self._ttft_delay = Delay(limits.ttft_s)
         self._e2e_delay = Delay(limits.e2e_s)
+        self._took_s = self._expected_s = PACE_TIME_CONSTANT_S  # of recent batches
 
     def predict(self, now_s: float) -> PredictedLatency:
         """The forecast with both corrections; only few requests should take longer."""
@@ -74,7 +74,8 @@ class Forecast:
             queued = sum(len(batch.jobs) for worker in workers for batch in worker.queue)
             waiting = max(waiting - queued, 0)
         predicted = predictor(workers, now_s, waiting)
-        return PredictedLatency(*(self.pace.value * seconds for seconds in predicted))
+        pace = self._took_s / self._expected_s
+        return PredictedLatency(*(pace * seconds for seconds in predicted))
 
     def submitted(self, prompt_tokens: int) -> None:
         """A request was accepted."""
@@ -84,6 +85,12 @@ class Forecast:
         """A batch was sent to its worker."""
         if not batch.keep_cache:
             self._slice_steps = max(batch.steps, 1)
+
+    def ran(self, took_s: float, expected_s: float) -> None:
+        """A batch took `took_s` seconds, and `expected_s` by the laws."""
+        keep = math.exp(-expected_s / PACE_TIME_CONSTANT_S)
+        self._took_s = keep * self._took_s + took_s
+        self._expected_s = keep * self._expected_s + expected_s
 
     def first_token(self, predicted: PredictedLatency, after_s: float) -> None:
         """A request got its first token `after_s` seconds after it arrived."""
@@ -155,25 +162,3 @@ class Mean:
     def add(self, value: float) -> None:
         self.weight = MEAN_DECAY * self.weight + 1.0
         self.value += (value - self.value) / self.weight
-
-
-class Pace:
-    """Measured over predicted time of recent batches."""
-
-    def __init__(self) -> None:
-        self._took_s = self._expected_s = PACE_TIME_CONSTANT_S
-        self._took_total_s = self._expected_total_s = 0.0
-
-    @property
-    def value(self) -> float:
-        return self._took_s / self._expected_s
-
-    def ran(self, took_total_s: float, expected_total_s: float) -> None:
-        """The seconds that all batches took so far, and what the laws predict for them."""
-        took_s = took_total_s - self._took_total_s
-        expected_s = expected_total_s - self._expected_total_s
-        self._took_total_s = took_total_s
-        self._expected_total_s = expected_total_s
-        keep = math.exp(-expected_s / PACE_TIME_CONSTANT_S)
-        self._took_s = keep * self._took_s + took_s
-        self._expected_s = keep * self._expected_s + expected_s

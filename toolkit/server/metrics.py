@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
 
+from toolkit.files.profile import identity
+from toolkit.sched.memory import footprint_of
 from toolkit.server.access import Account
-from toolkit.server.stats import Histogram, LawComparison, Stats
+from toolkit.server.stats import Histogram, Stats
+
+if TYPE_CHECKING:
+    from toolkit.server.driver import Driver
 
 Labels = Mapping[str, str]
 FamilyKind = type[Gauge] | type[Counter]
@@ -41,80 +45,116 @@ class WorkerState(NamedTuple):
         return min(self.kv_tokens / self.kv_capacity, 1.0) if self.kv_capacity else 0.0
 
 
-def engine_families(
-    stats: Stats,
-    workers: Sequence[WorkerState],
-    labels: Labels,
-    *,
-    running: int,
-    waiting: int,
-    predicted_ttft_s: float,
-    engine: Mapping[str, str],
-) -> Iterator[Metric]:
-    """Yield what our own workers show at a scrape; `engine` is the identity of what runs."""
+def worker_states(driver: Driver) -> list[WorkerState]:
+    """Return each worker, as metrics and the status page show it."""
+    states = []
+    for worker in driver.scheduler.workers:
+        # To the scheduler a worker is alive while it loads for the first time.
+        facts = driver.facts.get(worker.index)
+        tokens = footprint_of(worker).taken + worker.paused.tokens
+        batch = driver.rows[worker.index].batch
+        if batch and not batch.keep_cache:
+            # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
+            tokens = len(batch.jobs) * (batch.input_length + batch.steps)
+        state = "loading" if facts is None else "running" if batch else "idle"
+        states.append(
+            WorkerState(
+                state=state if worker.alive or facts is None else "lost",
+                rows=driver.running_on(worker.index),
+                kv_tokens=tokens,
+                kv_capacity=facts.capacity_tokens if facts else None,
+                batch_ratio=driver.stats.ratio_of([worker.index]),
+                load_s=round(worker.load_s, 3),
+                oom_events=worker.oom_events,
+                restarts=driver.stats.restarts[worker.index],
+            )
+        )
+    return states
+
+
+def engine_families(driver: Driver, labels: Labels) -> Iterator[Metric]:
+    """Yield the metrics of a driver and its workers at the moment of a scrape."""
+    stats = driver.stats
+    workers = worker_states(driver)
+    info = identity(next(iter(driver.facts.values()))) if driver.facts else {}
+    yield family_of(Gauge, "llmctl_engine_info", "What runs, in labels.", {**labels, **info}, 1)
     capacity = sum(worker.kv_capacity or 0 for worker in workers)
     used = sum(worker.kv_tokens for worker in workers)
+    usage = min(used / capacity, 1.0) if capacity else 0.0
     alive = sum(worker.alive for worker in workers)
-    usage = "Share of KV cache that running batches may fill."
-    predicted = "Predicted TTFT of a request that arrives now."
-    for name, text, value in (
-        ("requests_running", "Requests in batches that run now.", running),
-        ("requests_waiting", "Requests that no worker runs now.", waiting),
-        ("kv_cache_usage_ratio", usage, min(used / capacity, 1.0) if capacity else 0.0),
-        ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", capacity),
-        ("workers_alive", "Workers that can take batches.", alive),
-        ("predicted_ttft_seconds", predicted, predicted_ttft_s),
+    predicted_s = driver.forecast.predict(driver.now_s).ttft_s
+    for kind, name, text, value in (
+        (Gauge, "requests_running", "Requests in batches that run now.", driver.running),
+        (Gauge, "requests_waiting", "Requests that no worker runs now.", driver.waiting),
+        (Gauge, "kv_cache_usage_ratio", "Share of KV cache that running batches may fill.", usage),
+        (Gauge, "kv_cache_tokens", "Tokens that the workers' KV caches hold.", capacity),
+        (Gauge, "workers_alive", "Workers that can take batches.", alive),
+        (
+            Gauge,
+            "predicted_ttft_seconds",
+            "Predicted TTFT of a request that arrives now.",
+            predicted_s,
+        ),
+        (Counter, "batches", "Batches that ran.", stats.batches),
+        (
+            Counter,
+            "batch_seconds",
+            "Time of batches that ended well.",
+            sum(stats.batch_s.values()),
+        ),
+        (
+            Counter,
+            "predicted_batch_seconds",
+            "Time that the laws predict for the same batches.",
+            sum(stats.predicted_batch_s.values()),
+        ),
+        (
+            Counter,
+            "extrapolated_batches",
+            "Batches outside the measured range of the laws.",
+            stats.extrapolated_batches,
+        ),
+        (Counter, "oom_events", "Batches that ran out of memory.", stats.oom_events),
+        (
+            Counter,
+            "preemptions",
+            "Rows that were evicted, paused or swapped out.",
+            stats.preemptions,
+        ),
+        (
+            Counter,
+            "worker_restarts",
+            "Workers lost and started again.",
+            stats.restarts.total(),
+        ),
     ):
-        yield family_of(Gauge, f"llmctl_{name}", text, labels, value)
-    info = {**labels, **engine}
-    yield family_of(Gauge, "llmctl_engine_info", "What runs, in labels.", info, 1)
-    yield from _histograms(stats, labels, _LATENCIES)
-    text = "Actual over predicted batch time, for the steps that ran."
-    yield histogram_family("llmctl_batch_time_ratio", text, labels, stats.batch_ratio)
-    for attribute, text in _COUNTERS.items():
-        name = re.sub("_s$", "_seconds", attribute)
-        yield family_of(Counter, f"llmctl_{name}", text, labels, getattr(stats, attribute))
-    compared = [stats.compared[index] for index in range(len(workers))]
-    for name, text, attribute in _OF_WORKERS:
-        kind = Counter if attribute in LawComparison.__dataclass_fields__ else Gauge
-        shown: Sequence[object] = compared if kind is Counter else workers
-        values = {str(index): getattr(worker, attribute) for index, worker in enumerate(shown)}
-        yield family_of(kind, f"llmctl_worker_{name}", text, labels, values, "worker")
-
-
-# Of counters: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE, where `_s` is
-# `_seconds`.
-_COUNTERS = {
-    "batches": "Batches that ran.",
-    "batch_s": "Time of batches that ended well.",
-    "predicted_batch_s": "Time that the laws predict for the same batches.",
-    "extrapolated_batches": "Batches outside the measured range of the laws.",
-    "oom_events": "Batches that ran out of memory.",
-    "preemptions": "Rows that were evicted, paused or swapped out.",
-    "worker_restarts": "Workers lost and started again.",
-}
-# Of workers: name, help text and attribute. The quotient of the counters is actual over predicted
-# batch time.
-_OF_WORKERS = (
-    ("load_seconds", "Estimated seconds of work given to a worker (SCLS Eq. 11).", "load_s"),
-    ("requests_running", "Requests in a worker.", "rows"),
-    ("kv_cache_usage_ratio", "Share of a worker's KV cache that its batches may fill.", "kv_usage"),
-    ("batch_seconds", "As llmctl_batch_seconds_total.", "took_s"),
-    ("predicted_batch_seconds", "As llmctl_predicted_batch_seconds_total.", "predicted_s"),
-)
-# Of histograms: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE_seconds.
-_OF_REQUESTS = {
-    "ttft": "Arrival to first token.",
-    "itl": "Time between tokens; tokens that arrive together share their gap.",
-    "tpot": "First to last token, per token after the first.",
-    "mtpot": "The longest time between two tokens of a request with several.",
-    "e2e": "Arrival to last token.",
-}
-_LATENCIES = {
-    "queue": "Arrival to the start of the first batch.",
-    "deciding": "Time of one call of the scheduler.",
-    "hop": "From the end of a worker's batch to the start of the next, if one was ready.",
-}
+        yield family_of(kind, f"llmctl_{name}", text, labels, value)
+    # Of workers. The quotient of the counters is actual over predicted batch time.
+    share = "Share of a worker's KV cache that its batches may fill."
+    load = "Estimated seconds of work given to a worker (SCLS Eq. 11)."
+    for kind, name, text, values in (
+        (Gauge, "load_seconds", load, [worker.load_s for worker in workers]),
+        (Gauge, "requests_running", "Requests in a worker.", [worker.rows for worker in workers]),
+        (Gauge, "kv_cache_usage_ratio", share, [worker.kv_usage for worker in workers]),
+        (Counter, "batch_seconds", "As llmctl_batch_seconds_total.", stats.batch_s),
+        (
+            Counter,
+            "predicted_batch_seconds",
+            "As llmctl_predicted_batch_seconds_total.",
+            stats.predicted_batch_s,
+        ),
+    ):
+        each = {str(index): values[index] for index in range(len(workers))}
+        yield family_of(kind, f"llmctl_worker_{name}", text, labels, each, "worker")
+    hop = "From the end of a worker's batch to the start of the next, if one was ready."
+    ratio = "Actual over predicted batch time, for the steps that ran."
+    for name, text, histogram in (
+        ("queue_seconds", "Arrival to the start of the first batch.", stats.latencies["queue"]),
+        ("deciding_seconds", "Time of one call of the scheduler.", stats.deciding),
+        ("hop_seconds", hop, stats.hop),
+        ("batch_time_ratio", ratio, stats.batch_ratio),
+    ):
+        yield histogram_of(f"llmctl_{name}", text, labels, histogram)
 
 
 def family_of(
@@ -138,7 +178,14 @@ def families_of_requests(
     stats: Stats, labels: Labels, accounts: Sequence[Account]
 ) -> Iterator[Metric]:
     """Yield what every front counts: its requests, and the requests of each key of a keys file."""
-    yield from _histograms(stats, labels, _OF_REQUESTS)
+    for name, text in (
+        ("ttft", "Arrival to first token."),
+        ("itl", "Time between tokens; tokens that arrive together share their gap."),
+        ("tpot", "First to last token, per token after the first."),
+        ("mtpot", "The longest time between two tokens of a request with several."),
+        ("e2e", "Arrival to last token."),
+    ):
+        yield histogram_of(f"llmctl_{name}_seconds", text, labels, stats.latencies[name])
     met = "Requests that met every target; of those that ended, and llmctl_refused_total."
     sent = {account.name: account.requests for account in accounts}
     values: float | Mapping[str, float]
@@ -154,14 +201,8 @@ def families_of_requests(
         yield family_of(Counter, f"llmctl_{name}", text, labels, values, label)
 
 
-def _histograms(stats: Stats, labels: Labels, texts: Mapping[str, str]) -> Iterator[Metric]:
-    for attribute, text in texts.items():
-        name = f"llmctl_{attribute}_seconds"
-        yield histogram_family(name, text, labels, getattr(stats, attribute))
-
-
-def histogram_family(name: str, text: str, labels: Labels, histogram: Histogram) -> Metric:
-    """A family with one histogram."""
+def histogram_of(name: str, text: str, labels: Labels, histogram: Histogram) -> Metric:
+    """Return a family with one histogram."""
     family = HistogramMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), histogram.cumulative(), histogram.total)
     return family

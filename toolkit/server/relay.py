@@ -19,7 +19,7 @@ from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.server.backend import late
 from toolkit.server.background import while_connected
-from toolkit.server.exchange import send_whole
+from toolkit.server.live import send_whole
 from toolkit.server.replicas import NOT_SERVED, LiveReplica
 from toolkit.server.stats import ENDED_WELL, LATE, RequestTimes
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from toolkit.laws.passes import PassRange
@@ -42,31 +43,27 @@ FINE_RATIO_MAX = 1.1  # between two neighbouring bounds from which percentiles a
 FINE_START_RATIO = 100.0  # the first bucket's bound over the lowest of those bounds
 
 
-def finer(bounds: Sequence[float]) -> tuple[float, ...]:
-    """`bounds`, and more between and below them: each at most `FINE_RATIO_MAX` times the last."""
-    first = bounds[0] / FINE_START_RATIO
-    steps = math.ceil(math.log(bounds[-1] / first, FINE_RATIO_MAX))
-    return tuple(sorted({*bounds, *(first * FINE_RATIO_MAX**step for step in range(steps))}))
-
-
 class Histogram:
     """Counts values by bucket. A bucket includes its upper bound.
 
-    Prometheus sees the buckets `shown`. Counting in finer `bounds`, which include those, allows
-    better percentiles.
+    Prometheus sees the buckets of the bounds `shown`. There are more between and below them, each
+    at most `FINE_RATIO_MAX` times the last, for better percentiles.
     """
 
-    def __init__(self, shown: Sequence[float], bounds: Sequence[float] = ()) -> None:
-        self.bounds = tuple(bounds or shown)
+    def __init__(self, shown: Sequence[float]) -> None:
+        self._shown = frozenset((*shown, math.inf))
+        first = shown[0] / FINE_START_RATIO
+        steps = math.ceil(math.log(max(shown) / first, FINE_RATIO_MAX))
+        finer = (first * FINE_RATIO_MAX**step for step in range(steps))
+        self.bounds = tuple(sorted({*shown, *finer}))
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
-        self._shown = frozenset((*shown, math.inf))
 
-    def show(self, bound: float) -> None:
-        """Add a bound, and show it to Prometheus. Call this before the first value is counted."""
-        self.bounds = tuple(sorted({*self.bounds, bound}))
-        self.counts = [0] * (len(self.bounds) + 1)
-        self._shown |= {bound}
+    def __deepcopy__(self, _: object) -> Histogram:
+        """Return a copy that shares the bounds, which never change."""
+        copied = copy(self)
+        copied.counts = self.counts.copy()
+        return copied
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -136,28 +133,26 @@ class RequestTimes:
         return TraceLine(timestamp, *tokens, first_ms, last_ms, word, priority)
 
 
-@dataclass(slots=True)
-class LawComparison:
-    """Measured and predicted seconds of a worker's batches that the law can predict."""
-
-    took_s: float = 0.0
-    predicted_s: float = 0.0
+# Of the latencies of requests, in seconds.
+BUCKETS = {
+    "ttft": TTFT_BUCKETS,
+    "itl": TOKEN_BUCKETS,
+    "tpot": TOKEN_BUCKETS,
+    "mtpot": TOKEN_BUCKETS,
+    "e2e": E2E_BUCKETS,
+    "queue": E2E_BUCKETS,
+}
 
 
 @dataclass(slots=True)
 class Stats:
     """All counters of one server. Times are in seconds."""
 
-    valid: PassRange = field(default_factory=PassRange)  # where the laws of latency were measured
     # The targets of each request. Each limit is a bound of its histogram: the buckets say exactly
     # how many requests met it.
     sla: Mapping[str, float] = field(default_factory=dict)
-    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS, finer(TTFT_BUCKETS)))
-    itl: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
-    tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
-    mtpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS, finer(TOKEN_BUCKETS)))
-    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
-    queue: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
+    valid: PassRange = field(default_factory=PassRange)  # where the laws of latency were measured
+    latencies: dict[str, Histogram] = field(init=False)  # by name
     batch_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BUCKETS))
     arrived: int = 0  # before replicas: requests that have come, also those that still run
     arrived_tokens: int = 0  # of their prompts, as far as they are known then
@@ -167,10 +162,9 @@ class Stats:
     ended_tokens: int = 0  # generated for requests that have ended
     within_targets: int = 0  # ended well and met every target, as in `toolkit.metrics.meets_sla`
     batches: int = 0
-    # By worker.
-    compared: defaultdict[int, LawComparison] = field(
-        default_factory=lambda: defaultdict(LawComparison)
-    )
+    # Measured and predicted time of the batches that the laws can predict, by worker.
+    batch_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    predicted_batch_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     extrapolated_batches: int = 0
     oom_events: int = 0
     preemptions: int = 0
@@ -187,12 +181,10 @@ class Stats:
     hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
 
     def __post_init__(self) -> None:
-        for key, limit in self.sla.items():
-            getattr(self, key.partition("_")[0]).show(limit)
-
-    @property
-    def worker_restarts(self) -> int:
-        return self.restarts.total()
+        self.latencies = {}
+        for name, buckets in BUCKETS.items():
+            limits = [limit for key, limit in self.sla.items() if key.startswith(f"{name}_")]
+            self.latencies[name] = Histogram((*buckets, *limits))
 
     @property
     def refused(self) -> int:
@@ -204,21 +196,20 @@ class Stats:
         """Requests that have come, and have ended or were refused by a forecast."""
         return self.ended.total() + self.refusals[LATE]
 
-    @property
-    def batch_s(self) -> float:
-        return sum(worker.took_s for worker in self.compared.values())
-
-    @property
-    def predicted_batch_s(self) -> float:
-        return sum(worker.predicted_s for worker in self.compared.values())
+    def ratio_of(self, workers: Collection[int]) -> float | None:
+        """Return actual over predicted time of the batches of `workers`; None: there are none."""
+        predicted_s = sum(self.predicted_batch_s[worker] for worker in workers)
+        return (
+            sum(self.batch_s[worker] for worker in workers) / predicted_s if predicted_s else None
+        )
 
     def count_tokens(self, tokens: int, times: RequestTimes, now_s: float) -> None:
         """Count `tokens` that arrived together, before `times` has them."""
         self.generation_tokens += tokens
         if math.isnan(times.last_s):
-            self.ttft.observe(now_s - times.arrival_s)
+            self.latencies["ttft"].observe(now_s - times.arrival_s)
         else:
-            self.itl.observe((now_s - times.last_s) / tokens, tokens)
+            self.latencies["itl"].observe((now_s - times.last_s) / tokens, tokens)
 
     def count_end(self, status: str, times: RequestTimes, tokens: int) -> None:
         """Count a request that has ended. Latencies count only if it ended well, and of an answer
@@ -231,13 +222,13 @@ class Stats:
         is_whole = math.isnan(times.first_s)
         ttft = 0.0 if is_whole else times.first_s - times.arrival_s
         e2e = times.last_s - times.arrival_s
-        self.e2e.observe(e2e)
+        self.latencies["e2e"].observe(e2e)
         latency = {"ttft": ttft, "e2e": e2e, "tpot": 0.0, "mtpot": 0.0, "itl": 0.0}
         if tokens > 1 and not is_whole:  # as in `toolkit.metrics`
             tpot = (e2e - ttft) / (tokens - 1)
             latency |= {"tpot": tpot, "mtpot": times.max_gap_s, "itl": times.max_gap_s}
-            self.tpot.observe(tpot)
-            self.mtpot.observe(times.max_gap_s)
+            self.latencies["tpot"].observe(tpot)
+            self.latencies["mtpot"].observe(times.max_gap_s)
         self.within_targets += all(
             latency[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
         )
@@ -248,24 +239,26 @@ class Stats:
         self.preemptions += sum(not job.cancelled for job in batch.evict)
         self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
 
-    def count_pass(self, batch: Pass, result: PassResult, now_s: float, worker: Worker) -> None:
-        """Count a pass that has ended, and compare its time with the law. Call this before the
-        scheduler updates the worker's running jobs.
+    def count_pass(
+        self, batch: Pass, result: PassResult, now_s: float, worker: Worker
+    ) -> tuple[float, float]:
+        """Count a pass that has ended, and compare its time with the law. Return its measured and
+        its predicted seconds, both 0 if the law cannot predict it. Call this before the scheduler
+        updates the worker's running jobs.
         """
         running = worker.running
-        rows = len(running.jobs)
         length = running.longest + (result.steps if batch.keep_cache else batch.steps)
         self.batches += 1
         self.oom_events += result.failure == "oom"
-        self.extrapolated_batches += not self.valid.holds_batch(rows, length)
-        # With chunked prefills only the engine knows which forward passes it made.
-        if not (result.failure or running.prefilling):
-            expected_s = _expected_s(batch, result, worker)
-            if expected_s > 0:
-                took_s = now_s - batch.started_s
-                self.batch_ratio.observe(took_s / expected_s)
-                self.compared[worker.index].took_s += took_s
-                self.compared[worker.index].predicted_s += expected_s
+        self.extrapolated_batches += not self.valid.holds_batch(len(running.jobs), length)
+        expected_s = _expected_s(batch, result, worker)
+        if expected_s <= 0:
+            return 0.0, 0.0
+        took_s = now_s - batch.started_s
+        self.batch_ratio.observe(took_s / expected_s)
+        self.batch_s[worker.index] += took_s
+        self.predicted_batch_s[worker.index] += expected_s
+        return took_s, expected_s
 
 
 def _expected_s(batch: Pass, result: PassResult, worker: Worker) -> float:
@@ -274,6 +267,9 @@ def _expected_s(batch: Pass, result: PassResult, worker: Worker) -> float:
     running = worker.running
     rows = len(running.jobs)
     steps = result.steps
+    # With chunked prefills only the engine knows which forward passes it made.
+    if result.failure or running.prefilling:
+        return 0.0
     if not batch.keep_cache:
         if not steps:
             return 0.0

@@ -19,9 +19,9 @@ import hashlib
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -30,8 +30,7 @@ from starlette.responses import Response
 import toolkit
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import shipped_templates
-from toolkit.files.tuning import ParameterValue
-from toolkit.server.stats import Histogram, Stats, quantile
+from toolkit.server.stats import Stats, quantile
 
 PAGE = "/"
 DATA = "/status.json"
@@ -49,35 +48,21 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 SHOWN = ("p50", "p95", "p99")
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The settings of the server that the page shows."""
-
-    model: str
-    policy: str
-    parameters: Mapping[str, ParameterValue]
-    engine: str
-    device: str
-    sla: Mapping[str, float]
-    predicted: Mapping[str, float]  # from the tuning, on held-out windows
+Facts = Mapping[str, Any]  # the settings of a server, as its page shows them
 
 
 def facts_of(plan: Plan, model: str) -> Facts:
-    """The facts of a plan. A model folder is shown by its last part, without its path."""
-    name = PurePath(model).name if model.startswith(("/", ".", "~")) else model
-    engine = plan.fit.engine
-    predicted = {
-        limit.name: limit.predicted for limit in plan.limits if limit.predicted is not None
+    """Return the settings of a plan, and by target what the tuning predicts on held-out windows. A
+    model folder is shown by its last part, without its path.
+    """
+    return {
+        "model": PurePath(model).name if model.startswith(("/", ".", "~")) else model,
+        "engine": plan.fit.engine.engine,
+        "device": plan.fit.engine.device,
+        "policy": plan.settings.policy,
+        "parameters": dict(plan.settings.parameters),
+        "predicted": {limit.name: limit.predicted for limit in plan.limits},
     }
-    return Facts(
-        name,
-        plan.settings.policy,
-        plan.settings.parameters,
-        engine.engine,
-        engine.device,
-        plan.recipe.sla,
-        predicted,
-    )
 
 
 class StatusPage:
@@ -119,30 +104,26 @@ class StatusPage:
     async def data(self, request: Request) -> Response:
         """What the page shows."""
         recent = self.recent
-        facts = self.facts
+        predicted = self.facts["predicted"]
         shown = {
+            **self.facts,
+            **recent.rates(),
+            **self._server(),
             "version": toolkit.__version__,
-            "model": facts.model,
-            "engine": facts.engine,
-            "device": facts.device,
-            "policy": facts.policy,
-            "parameters": dict(facts.parameters),
             "targets": [
                 {
                     "name": key,
                     "limit": limit,
                     "now": recent.statistic(key),
-                    "predicted": facts.predicted.get(key),
+                    "predicted": predicted.get(key),
                 }
-                for key, limit in facts.sla.items()
+                for key, limit in recent.stats.sla.items()
             ],
-            "attainment": recent.attainment(),
-            "rates": recent.rates(),
             "latencies": {
                 name: [recent.statistic(f"{name}_{share}_s") for share in SHOWN]
                 for name in LATENCIES
             },
-        } | self._server()
+        }
         content = msgspec.json.encode(shown)
         return Response(content, headers=HEADERS, media_type="application/json")
 
@@ -162,78 +143,48 @@ def content_policy(page: str) -> str:
     )
 
 
-class _Counts(NamedTuple):
-    """Counters at one moment, on the serving clock. They only grow."""
-
-    at_s: float
-    well: int
-    failed: int
-    refused: int
-    within: int
-    output_tokens: int
-    input_tokens: int
-    buckets: dict[str, tuple[int, ...]]  # by latency
-    totals: dict[str, float]  # seconds, by latency
-
-
 class RecentMinute:
     """Rates and percentiles of the last minute. Call `sample` every `SAMPLE_S` seconds."""
 
     def __init__(self, stats: Stats, now_s: Callable[[], float]) -> None:
-        self._stats = stats
+        self.stats = stats
         self._now_s = now_s
-        first = self._count()._replace(at_s=0.0)
-        self._samples: deque[_Counts] = deque([first], maxlen=SAMPLES + 1)
+        # When the counters were copied, and the copies.
+        self._samples = deque([(0.0, deepcopy(stats))], maxlen=SAMPLES + 1)
 
     def sample(self) -> None:
         """Look at the counters."""
-        self._samples.append(self._count())
+        self._samples.append((self._now_s(), deepcopy(self.stats)))
 
     def statistic(self, key: str) -> float | None:
         """A statistic such as `ttft_p99_s`; None if no request ended."""
         metric, statistic, _ = key.split("_")
-        old = self._samples[0]
-        now = self._samples[-1]
-        counts = [b - a for a, b in zip(old.buckets[metric], now.buckets[metric], strict=True)]
+        old = self._samples[0][1].latencies[metric]
+        now = self._samples[-1][1].latencies[metric]
+        counts = [b - a for a, b in zip(old.counts, now.counts, strict=True)]
         if statistic == "mean":
             count = sum(counts)
-            return (now.totals[metric] - old.totals[metric]) / count if count else None
-        histogram: Histogram = getattr(self._stats, metric)
-        return quantile(histogram.bounds, counts, PERCENTILES[statistic])
+            return (now.total - old.total) / count if count else None
+        return quantile(now.bounds, counts, PERCENTILES[statistic])
 
-    def attainment(self) -> float | None:
-        """The share of requests that met every target; None if none ended. One that was refused or
-        failed met none.
+    def rates(self) -> dict[str, Any]:
+        """Return requests and tokens a second, and the share of requests that met every target. One
+        that was refused or failed met none; None if no request ended.
         """
-        old = self._samples[0]
-        now = self._samples[-1]
-        ended = now.well + now.failed + now.refused - old.well - old.failed - old.refused
-        return (now.within - old.within) / ended if ended else None
-
-    def rates(self) -> dict[str, float]:
-        """Requests and tokens a second."""
-        old = self._samples[0]
-        now = self._samples[-1]
-        span_s = max(now.at_s - old.at_s, 1e-9)
-        return {
-            "served": (now.well - old.well) / span_s,
-            "failed": (now.failed - old.failed) / span_s,
-            "refused": (now.refused - old.refused) / span_s,
-            "input_tokens": (now.input_tokens - old.input_tokens) / span_s,
-            "output_tokens": (now.output_tokens - old.output_tokens) / span_s,
+        old_s, old = self._samples[0]
+        now_s, now = self._samples[-1]
+        ended = now.ended - old.ended
+        counts = {
+            "served": ended["stop"] + ended["length"],
+            "failed": ended["failed"],
+            "refused": now.refused - old.refused,
         }
-
-    def _count(self) -> _Counts:
-        stats = self._stats
-        histograms: dict[str, Histogram] = {name: getattr(stats, name) for name in LATENCIES}
-        return _Counts(
-            self._now_s(),
-            stats.ended["stop"] + stats.ended["length"],
-            stats.ended["failed"],
-            stats.refused,
-            stats.within_targets,
-            stats.generation_tokens,
-            stats.prompt_tokens,
-            {name: tuple(histogram.counts) for name, histogram in histograms.items()},
-            {name: histogram.total for name, histogram in histograms.items()},
-        )
+        requests = sum(counts.values())
+        met = now.within_targets - old.within_targets
+        counts["input_tokens"] = now.prompt_tokens - old.prompt_tokens
+        counts["output_tokens"] = now.generation_tokens - old.generation_tokens
+        span_s = max(now_s - old_s, 1e-9)
+        return {
+            "rates": {name: count / span_s for name, count in counts.items()},
+            "attainment": met / requests if requests else None,
+        }
