@@ -1,4 +1,4 @@
-"""One wire: what our server writes is read by the front, the recorder and the load generator."""
+"""One wire: what our server writes is read by the front and the load generator."""
 
 import itertools
 import json
@@ -16,7 +16,6 @@ from toolkit.openai.errors import ApiError, error_body, error_text
 from toolkit.openai.events import DONE, EventReader, data_of, lines_of
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import CHAT, COMPLETIONS, GenerationCall
-from toolkit.server.recorder import AnswerReader
 
 TEXTS = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6)
 
@@ -44,18 +43,15 @@ def test_every_reader_understands_what_our_server_writes(
     pieces = [stream[start:end] for start, end in itertools.pairwise(edges)]
     sample = Sample(0.0, 7, len(texts), keeps_answer=True)
     client = StreamedAnswer(sample)
-    recorder = AnswerReader()
     merged = MergedAnswer(call(chat=chat))
     passed = b""
     for at_s, piece in enumerate(pieces):
         client.feed(piece, float(at_s))
-        recorder.feed(piece)
         passed += merged.feed(piece)
     assert (client.failure, client.complete) == ("", True)
     assert "".join(sample.answer_text) == "".join(texts)
     assert (sample.counted_prompt_tokens, sample.output_tokens) == (7, len(texts))
-    assert recorder.usage == merged.usage == Usage(7, len(texts))
-    assert (recorder.failed, recorder.has_tokens) == (False, True)
+    assert merged.usage == Usage(7, len(texts))
     assert (merged.failure, merged.ended, merged.finish_reason) == ("", True, "stop")
     assert passed == stream
 
@@ -65,13 +61,10 @@ def test_every_reader_sees_an_error_in_a_stream() -> None:
     sample = Sample(0.0, 1, 1)
     client = StreamedAnswer(sample)
     client.feed(event, 1.0)
-    recorder = AnswerReader()
-    recorder.feed(event)
     merged = MergedAnswer(call(chat=False))
     assert merged.feed(event) == b""
     assert "it broke" in client.failure
     assert math.isnan(sample.first_token_s)
-    assert recorder.failed
     assert merged.failure
     assert error_text(error_body(ApiError("it broke"))) == "it broke"
 

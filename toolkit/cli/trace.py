@@ -6,6 +6,7 @@ write files.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from toolkit.traces.windows import Description
 
 
+RECORDED_BODY_BYTES = 64 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
     upstream: Annotated[str, typer.Option(metavar="URL", help="URL of the server to record.")]
@@ -64,13 +68,15 @@ def record(args: RecordOptions) -> None:
 
     Clients send their requests to --listen instead of the server. Streams are passed on as they
     arrive. Tokens are counted by the server's own usage report: the recorder requests it where a
-    client did not, and removes it from that client's answer. At 256 MiB OUT becomes OUT.1, in place
-    of an older one. After SIGTERM or Ctrl-C, running requests have 30 s to end.
+    client did not, and removes it from that client's answer. The server's key is taken from
+    LLMCTL_ENGINE_API_KEY, and clients give the same one. At 256 MiB OUT becomes OUT.1, in place of
+    an older one. After SIGTERM or Ctrl-C, running requests have 30 s to end.
     """
-    from toolkit.server.options import ServerOptions
-    from toolkit.server.process import is_loopback
-    from toolkit.server.recorder import RECORDED_BODY_BYTES, recorder_of
+    from toolkit.backends.openai import KEY_VARIABLE
+    from toolkit.server.options import ServerOptions, one_key
+    from toolkit.server.pool import recording_backend
     from toolkit.server.server import Server
+    from toolkit.server.sources import given_replicas
 
     name, _, port = args.listen.rpartition(":")
     host = name.removeprefix("[").removesuffix("]")
@@ -79,26 +85,27 @@ def record(args: RecordOptions) -> None:
             f"--listen '{args.listen}': not an address",
             "for example 127.0.0.1:8100, or [::1]:8100",
         )
-    if not (args.insecure or is_loopback(host)):
-        raise InputError(
-            f"host {host} can be reached from other machines, "
-            "and the recorder asks for no key of its own",
-            "listen on 127.0.0.1, or add --insecure if the upstream asks for its key",
-        )
 
     def announce(url: str) -> None:
         facts = {"url": url, "upstream": args.upstream, "out": str(args.out)}
         emit(args.as_json, facts, lambda: print(f"recording: {url} to {args.out}"))
         sys.stdout.flush()
 
+    key = os.environ.get(KEY_VARIABLE, "")
     options = ServerOptions(
         host=host,
         port=int(port),
+        keys=one_key(key),
         insecure=args.insecure,
+        replicas=given_replicas([args.upstream]),
+        replica_key=key,
         request_log=args.out,
         max_body_bytes=RECORDED_BODY_BYTES,
+        passes_all=True,
+        block_tokens=args.block_tokens,
+        say=note,
     )
-    with Server.open(options, recorder_of(args.upstream, options, args.block_tokens)) as server:
+    with Server.open(options, recording_backend(options)) as server:
         ended = server.run(announce)
     if not ended:
         note("no client requested tokens; nothing was recorded")

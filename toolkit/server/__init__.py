@@ -3,5 +3,5 @@
 `Server` (`server`) has the life of the process, `Application` what is the same on HTTP, and
 `ServerBackend` (`backend`) what is the same in the way of a request. Our own workers answer through
 `engine` and `driver`, which runs the scheduler on the real clock as the simulator does on a virtual
-one; replicas through `pool` and `relay`; and `recorder` passes all to one server.
+one; replicas through `pool` and `relay`. A recorder is a pool of one replica with a log.
 """

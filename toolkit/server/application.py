@@ -40,6 +40,7 @@ from toolkit.server.options import ServerOptions
 from toolkit.server.status import DATA, PAGE, StatusPage
 from toolkit.server.watched import follow
 
+Answers = Callable[[Scope, Receive, Send], Awaitable[None]]
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -74,8 +75,7 @@ class Application:
         self._routes.add_exception_handler(ApiError, on_api_error)
         self._routes.add_exception_handler(HTTPException, on_http_exception)
         self._routes.add_exception_handler(Exception, on_bug)
-        if not backend.transparent:
-            self._add_pages()
+        self._add_pages()
 
     def _add_pages(self) -> None:
         self.add("/v1/models", self.models)
@@ -105,12 +105,16 @@ class Application:
         )
 
     def generates(self, path: str) -> None:
-        """Add a route that the backend answers."""
+        """Add a route for tokens, which the backend answers."""
+        self.written(path, self.backend.generate, "POST")
+
+    def written(self, path: str, write: Answers, *methods: str) -> None:
+        """Add a route that `write` answers by itself."""
 
         async def answer() -> Response:
-            return Written(self.backend.generate)
+            return Written(write)
 
-        self.add(path, answer, "POST")
+        self.add(path, answer, *methods)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, with a request id, if its key and its Host may pass.
@@ -123,7 +127,6 @@ class Application:
         without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and
         the browser then sends that name and lets the page read the answers.
         """
-        backend = self.backend
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")  # only goes back in a header
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -131,8 +134,7 @@ class Application:
         async def send_answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.stats.statuses[str(message["status"])] += 1
-                if not backend.transparent:
-                    MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         try:
@@ -143,8 +145,7 @@ class Application:
             scope[ACCOUNT] = account = self._account(scope["path"], headers)
             if account is not None:
                 account.requests += scope["method"] == "POST"
-            answers = backend.generate if backend.transparent else self._routes
-            await answers(scope, receive, send_answer)
+            await self._routes(scope, receive, send_answer)
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, send_answer)
 
@@ -153,7 +154,7 @@ class Application:
         request may not pass.
         """
         is_local = path in self._local_paths
-        is_open = is_local or (path in self._open_paths and not self.backend.transparent)
+        is_open = is_local or path in self._open_paths
         if is_local or (self.options.local_hosts_only and not is_open):
             what = "the status page" if is_local else UNKEYED
             check_local_host(headers.get("host", ""), what)
@@ -232,7 +233,7 @@ class Application:
 class Written(Response):
     """A response that `write` sends by itself."""
 
-    def __init__(self, write: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, write: Answers) -> None:
         super().__init__()
         self._write = write
 

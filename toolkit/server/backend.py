@@ -1,5 +1,4 @@
-"""What answers the requests of an application: our own driver, a pool of replicas, or the server
-that is recorded.
+"""What answers the requests of an application: our own driver, or a pool of replicas.
 
 `Application` has what all servers share on HTTP: keys, hosts, pages. `ServerBackend` has what all
 share in the way of a request for tokens: it is read, admitted and answered, and a drain waits for
@@ -16,7 +15,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client.core import Metric
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -50,10 +48,8 @@ class ServerBackend(ABC):
     log: of its requests; None: there is none.
     under_way: requests that have not ended.
     draining: new requests are refused.
-    transparent: every path is its own, and its answers are passed on unchanged.
     """
 
-    transparent: ClassVar[bool] = False
     descriptors_each: ClassVar[int] = 1
 
     def __init__(self, options: ServerOptions, stats: Stats) -> None:
@@ -146,14 +142,10 @@ class ServerBackend(ABC):
         arrival_s = time.monotonic()
         request = Request(scope, receive)
         with self.under_way.one() as hold:
-            self.check_type(request.headers)
+            check_json(request.headers)
             body = await read_body(request, self.options.max_body_bytes, hold)
             answer = await self.take(request, body, arrival_s)
             await answer(receive, send)
-
-    def check_type(self, headers: Headers) -> None:
-        """Raise `ApiError` for a body that is not JSON."""
-        check_json(headers)
 
     @abstractmethod
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:

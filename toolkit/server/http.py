@@ -60,7 +60,6 @@ class HttpServer:
 
     Args:
         descriptors_each: file descriptors of a connection (`possible_connections`).
-        dated: whether responses have a Date; a proxy leaves it to the upstream server.
         certificate: a PEM file; with it the server speaks TLS.
         key: the file of its key; None: the certificate's.
 
@@ -72,7 +71,6 @@ class HttpServer:
         app: ASGIApp,
         *,
         descriptors_each: int = 1,
-        dated: bool = True,
         certificate: Path | None = None,
         key: Path | None = None,
     ) -> None:
@@ -86,7 +84,6 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            date_header=dated,
             backlog=BACKLOG,
             limit_concurrency=possible_connections(descriptors_each) + 1,  # the asking one counts
             timeout_keep_alive=IDLE_S,

@@ -12,6 +12,7 @@ from pathlib import Path
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
+from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.server.access import Callers, read_callers
 from toolkit.server.process import Manager, is_loopback
 from toolkit.server.watched import Watched, WatchedFile
@@ -74,6 +75,8 @@ class ServerOptions:
         replicas: the URLs of those that run already; None: what is served is started.
         replica_key: is sent to these; '': none.
         router: of replicas; '': there are none.
+        passes_all: paths that a front does not know pass to a replica as they are.
+        block_tokens: of the blocks by which what prompts share is logged; 0: it is not.
         on_foreign: is called if the engine is not the fitted one; None: it is refused.
         say: prints what an operator should read.
         manager: gets reports of health.
@@ -106,6 +109,8 @@ class ServerOptions:
     replicas: Watched[list[str]] | None = None
     replica_key: str = ""
     router: str = ""
+    passes_all: bool = False
+    block_tokens: int = BLOCK_TOKENS
     on_foreign: OnForeign | None = None
     say: Callable[[str], None] = field(default=lambda _: None, compare=False)
     manager: Manager = field(default_factory=Manager)

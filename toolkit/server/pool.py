@@ -4,8 +4,8 @@
 when that fails, until the client has the whole answer (`toolkit.server.relay`). No accepted request
 is lost as long as a replica is up, or comes back within `ServerOptions.wait_up_s`.
 
-`PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
-prefixes, both from bytes: prompts are not tokenized here.
+`PromptGauge` estimates a prompt's tokens and makes the block hashes, for routers that look at
+prefixes and for the log of requests.
 
 Metrics of replicas are called `llmctl_replica_*`, with the replica's URL as a label. The status
 page shows no address: it numbers replicas in the order of /replicas.
@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -29,12 +29,14 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
+from toolkit.endpoints.upstream import UpstreamError
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.openai.errors import ApiError, overloaded
-from toolkit.openai.requests import RESPONSES, GenerationCall, Prompt
+from toolkit.openai.requests import RESPONSES, GenerationCall
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.base import Router
@@ -45,13 +47,15 @@ from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import ROWS, TOKENS
 from toolkit.server.backend import SendAnswer, ServerBackend
+from toolkit.server.background import while_connected
+from toolkit.server.bodies import read_body
 from toolkit.server.fleet import LiveFleet, scaling_of
 from toolkit.server.http import possible_connections
 from toolkit.server.log import EventLog
 from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
 from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
-from toolkit.server.prompt_blocks import chained_ids, pieces_of
+from toolkit.server.prompt_blocks import PromptGauge
 from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
 from toolkit.server.replicas import COUNTERS, ReplicaNeeds, ReplicaPool
 from toolkit.server.stats import Stats
@@ -62,56 +66,10 @@ from toolkit.units import counted
 if TYPE_CHECKING:
     from toolkit.server.application import Application
 
-BYTES_PER_TOKEN = 4.0  # of text, before any was counted
-LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
-MOST_BYTES_PER_TOKEN = 8.0
-COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
-GAUGED_PROMPTS = 64  # that the mean is of: older ones lose weight
-GAUGED_TOKENS = 1024  # a shorter prompt counts for less
 FIRST_PROBES_S = 15.0  # it can serve after this long even if no replica is up
+SILENCE_S = 600.0  # of a server that is recorded, after which a request is given up
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
-
-
-class PromptGauge:
-    """Estimates of prompts from their bytes, with the mean bytes per token that servers counted.
-
-    One request moves the mean by little, whatever its prompt and its server's count are: what one
-    client sends must not change the limits of another.
-
-    A block is a piece of as many bytes as 64 tokens have in the first prompts; equal hashes stand
-    for equal bytes in it and in all before it. They are keyed by a secret of this process, so that
-    a log of them reveals no prompt.
-    """
-
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
-        self._counted = 0
-        self._block_bytes = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
-        self.bytes_per_token = BYTES_PER_TOKEN
-
-    def tokens(self, prompts: Sequence[Prompt]) -> int:
-        """About how many tokens prompts have together."""
-        counts = (
-            len(prompt) if isinstance(prompt, list) else round(len(prompt) / self.bytes_per_token)
-            for prompt in prompts
-        )
-        return max(sum(max(count, 1) for count in counts), 1)
-
-    def blocks(self, prompt: Prompt | None) -> tuple[int, ...]:
-        """Return the hashes of a prompt's full blocks."""
-        pieces = pieces_of(prompt or b"", BLOCK_TOKENS, self._block_bytes, whole=True)
-        return tuple(chained_ids(pieces, self._key))
-
-    def count(self, prompt: Prompt | None, tokens: int) -> None:
-        """A server counted a prompt's tokens."""
-        if not isinstance(prompt, bytes) or tokens < 1 or not prompt:
-            return
-        ratio = min(max(len(prompt) / tokens, LEAST_BYTES_PER_TOKEN), MOST_BYTES_PER_TOKEN)
-        weight = min(tokens / GAUGED_TOKENS, 1.0) / GAUGED_PROMPTS
-        self.bytes_per_token += weight * (ratio - self.bytes_per_token)
-        self._counted += 1
-        if self._counted == COUNTED_PROMPTS:
-            self._block_bytes = max(round(BLOCK_TOKENS * self.bytes_per_token), 1)
 
 
 class PoolBackend(ServerBackend):
@@ -142,12 +100,13 @@ class PoolBackend(ServerBackend):
         self.now_s = time.monotonic
         self.pool = pool
         self.balancer = pool.balancer
-        self.gauge = PromptGauge()
+        self.gauge = PromptGauge(options.block_tokens or BLOCK_TOKENS)
         self.budget = RetryBudget()
         self.continued = 0
         self.numbers = count(1)  # of the requests
         self._replicas = replicas
         self._fleet = fleet
+        pool.http.most_kept = possible_connections(self.descriptors_each) // 2
         self.tasks["silent replicas"] = pool.sweep
         if self.balancer.router.reads_reports:
             self.tasks["reports of replicas"] = pool.read_reports
@@ -183,6 +142,8 @@ class PoolBackend(ServerBackend):
         application.generates(RESPONSES)
         application.add("/replicas", self._show_replicas)
         application.add("/replicas/{number}/metrics", self._replica_metrics)
+        if self.options.passes_all:
+            application.written("/{rest:path}", self.pass_on, *METHODS)
 
     async def start(self) -> None:
         """Start the replicas, and wait for all; or find those that run already, and wait until one
@@ -227,6 +188,33 @@ class PoolBackend(ServerBackend):
         self.stats.arrived_tokens += relayed.prompt_tokens
         relayed.admit()
         return relayed.answer
+
+    async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request of another path to a replica, and its answer back, as they are."""
+        self.check_open()
+        with self.under_way.one() as hold:
+            body = await read_body(Request(scope, receive), self.options.max_body_bytes, hold)
+            await while_connected(receive, self._passed(scope, body, send))
+
+    async def _passed(self, scope: Scope, body: bytes, send: Send) -> None:
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        given = [pair for pair in scope["headers"] if pair[0] != b"authorization"]
+        headers = [*given, *self.pool.headers]
+        upstream = self.pool.up[0].upstream
+        try:
+            answer = await upstream.send(scope["method"], target, headers, body)
+        except UpstreamError as error:
+            text = f"the server behind this one: {error}"
+            raise ApiError(text, status=502, code="upstream") from None
+        # Where the answer breaks off, the server closes the connection of an incomplete one.
+        async with aclosing(answer):
+            status, headers = answer.status, answer.headers
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            with suppress(UpstreamError):
+                async for piece in answer.body():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def check_open(self) -> None:
         super().check_open()
@@ -421,7 +409,7 @@ def pool_backend(
         Balancer(
             router_of_replicas(plan, options.router),
             [],
-            block_tokens=BLOCK_TOKENS,
+            block_tokens=options.block_tokens or BLOCK_TOKENS,
             limits=limits_of_replicas(plan, options),
             index_limit=INDEX_LIMIT,
         ),
@@ -447,6 +435,15 @@ def pool_backend(
                 fleet = LiveFleet(scaling, replicas, pool, stats, decisions)
             options.say(text)
         backend = PoolBackend(pool, options, stats=stats, replicas=replicas, fleet=fleet)
-        pool.http.most_kept = possible_connections(backend.descriptors_each) // 2
         backend.facts = facts_of(plan, options.model or model_name(plan))
         yield backend
+
+
+@contextmanager
+def recording_backend(options: ServerOptions) -> Iterator[PoolBackend]:
+    """Make the backend that records the requests of one server, `options.replicas`."""
+    balancer = Balancer(RoundRobinRouter(), [])
+    traits = ReplicaTraits(1)
+    key = options.replica_key
+    pool = ReplicaPool(balancer, traits, ReplicaNeeds(), hang_s=SILENCE_S, key=key)
+    yield PoolBackend(pool, options, replicas=options.replicas)

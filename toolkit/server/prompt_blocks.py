@@ -1,13 +1,9 @@
-"""Ids of the blocks of a prompt, by keyed hashes: what prompts share is seen, their content is not.
+"""Prompts by their bytes: about how many tokens they have, and what they share. They are not
+tokenized here.
 
 A block's id is a keyed hash of its content and of the id before it (a chain), cut to 53 bits, which
-every JSON reader holds exactly. The key is random, made for one recording, and never stored, so
-nothing can be looked up in the ids, also not by trying texts.
-
-A prompt of token ids is cut into blocks of tokens. The tokens of a text are unknown: the bytes of
-the prompt, or of a chat's tools and messages as the client wrote them, are cut into blocks of as
-many bytes as a block of tokens had in the first text that the server counted. Each prompt gets as
-many ids as its counted tokens make.
+every JSON reader holds exactly. The key is random, of this process, and never stored, so nothing
+can be looked up in the ids, also not by trying texts.
 """
 
 from __future__ import annotations
@@ -15,81 +11,79 @@ from __future__ import annotations
 import math
 import secrets
 from array import array
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import chain, islice, repeat
 
-from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import Prompt
-from toolkit.server.bodies import LargeBodies
 
 ID_BITS = 53
+BYTES_PER_TOKEN = 4.0  # of text, before any was counted
+LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
+MOST_BYTES_PER_TOKEN = 8.0
+COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
+GAUGED_PROMPTS = 64  # that the mean is of: older ones lose weight
+GAUGED_TOKENS = 1024  # a shorter prompt counts for less
 # A server adds tokens to a prompt, of a template or a picture; beyond these its count is not one.
 MAX_ADDED_TOKENS = 1 << 16
-LEAST_BYTES_PER_TOKEN = 1
-MOST_BYTES_PER_TOKEN = 16  # of the blocks of texts
 
 
-def chained_ids(pieces: Iterable[bytes], key: bytes) -> Iterator[int]:
-    """Yield an id for each piece, which stands for it and all pieces before."""
-    before = b""
-    for piece in pieces:
-        before = blake2b(before + piece, digest_size=16, key=key).digest()
-        yield int.from_bytes(before[:8], "big") >> (64 - ID_BITS)
+class PromptGauge:
+    """Estimates of prompts from their bytes, with the mean bytes per token that servers counted.
 
+    One request moves the mean by little, whatever its prompt and its server's count are: what one
+    client sends must not change the limits of another.
 
-def pieces_of(
-    prompt: Prompt, block_tokens: int, block_bytes: int, *, whole: bool = False
-) -> list[bytes]:
-    """Return a prompt in pieces of `block_tokens`, or of `block_bytes` of text. The last may be
-    shorter, and with `whole` is then left out.
+    A block is a piece of a prompt: as many bytes as `block_tokens` tokens have in the first
+    prompts. Equal ids stand for equal bytes in the block and in all before it.
     """
-    size = block_bytes
-    content = prompt
-    if not isinstance(content, bytes):
-        content = array("q", content).tobytes()
-        size = 8 * block_tokens
-    end = len(content) - (size - 1 if whole else 0)
-    return [content[at : at + size] for at in range(0, end, size)]
 
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._key = secrets.token_bytes(32)
+        self._counted = 0
+        self._block_bytes = round(block_tokens * BYTES_PER_TOKEN)
+        self.bytes_per_token = BYTES_PER_TOKEN
 
-def blocks_of_prompt(
-    content: Prompt, key: bytes, count: int, block_tokens: int, block_bytes: int
-) -> list[int]:
-    """Return `count` ids of a prompt. A server may add tokens: behind what a client sent the chain
-    goes on, and so a longer prompt has other ids there.
-    """
-    pieces = chain(pieces_of(content, block_tokens, block_bytes), repeat(b""))
-    return list(islice(chained_ids(pieces, key), count))
-
-
-class PromptBlocks:
-    """The ids of the prompts of one recording."""
-
-    def __init__(self, block_tokens: int, bodies: LargeBodies) -> None:
-        self._key = secrets.token_bytes(32)  # of this recording only, and never stored
-        self._block_tokens = block_tokens
-        self._bodies = bodies
-        self._block_bytes = 0  # of text; 0: no text was counted yet
-
-    async def ids(self, content: Prompt | None, prompt_tokens: int) -> list[int] | None:
-        """Return the ids of a request's only prompt; None where they cannot be known, and where the
-        prompt cannot have as many tokens.
-        """
-        if not content or not 1 <= prompt_tokens <= len(content) + MAX_ADDED_TOKENS:
-            return None
-        if isinstance(content, bytes) and not self._block_bytes:
-            per_token = max(len(content) / prompt_tokens, LEAST_BYTES_PER_TOKEN)
-            self._block_bytes = round(self._block_tokens * min(per_token, MOST_BYTES_PER_TOKEN))
-        cut = partial(
-            blocks_of_prompt,
-            key=self._key,
-            count=math.ceil(prompt_tokens / self._block_tokens),
-            block_tokens=self._block_tokens,
-            block_bytes=self._block_bytes,
+    def tokens(self, prompts: Sequence[Prompt]) -> int:
+        """About how many tokens prompts have together."""
+        counts = (
+            len(prompt) if isinstance(prompt, list) else round(len(prompt) / self.bytes_per_token)
+            for prompt in prompts
         )
-        try:
-            return await self._bodies.read(cut, content)
-        except ApiError:  # too many bodies wait to be read
+        return max(sum(max(count, 1) for count in counts), 1)
+
+    def blocks(self, prompt: Prompt | None) -> tuple[int, ...]:
+        """Return the ids of a prompt's full blocks."""
+        content = prompt or b""
+        size = self._block_bytes
+        if not isinstance(content, bytes):
+            content = array("q", content).tobytes()
+            size = 8 * self.block_tokens
+        ids: list[int] = []
+        before = b""
+        for at in range(0, len(content) - size + 1, size):
+            piece = content[at : at + size]
+            before = blake2b(before + piece, digest_size=16, key=self._key).digest()
+            ids.append(int.from_bytes(before[:8], "big") >> (64 - ID_BITS))
+        return tuple(ids)
+
+    def logged(self, blocks: Sequence[int], tokens: int) -> list[int] | None:
+        """Return an id for each block that a prompt of `tokens` begins: behind its full blocks, ids
+        that no other prompt has. None where it cannot have as many tokens.
+        """
+        count = math.ceil(tokens / self.block_tokens)
+        further = count - len(blocks)
+        if further * self.block_tokens > MAX_ADDED_TOKENS:
             return None
+        return [*blocks[:count], *(secrets.randbits(ID_BITS) for _ in range(further))]
+
+    def count(self, prompt: Prompt | None, tokens: int) -> None:
+        """A server counted a prompt's tokens."""
+        if not isinstance(prompt, bytes) or tokens < 1 or not prompt:
+            return
+        ratio = min(max(len(prompt) / tokens, LEAST_BYTES_PER_TOKEN), MOST_BYTES_PER_TOKEN)
+        weight = min(tokens / GAUGED_TOKENS, 1.0) / GAUGED_PROMPTS
+        self.bytes_per_token += weight * (ratio - self.bytes_per_token)
+        self._counted += 1
+        if self._counted == COUNTED_PROMPTS:
+            self._block_bytes = max(round(self.block_tokens * self.bytes_per_token), 1)

@@ -8,6 +8,7 @@ import math
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.types import Receive, Send
 
 from toolkit.endpoints.upstream import LOST, NOT_HTTP, UpstreamAnswer, UpstreamError
@@ -22,6 +23,7 @@ from toolkit.server.background import while_connected
 from toolkit.server.live import send_whole
 from toolkit.server.replicas import NOT_SERVED, LiveReplica
 from toolkit.server.stats import ENDED_WELL, LATE, RequestTimes
+from toolkit.traces.write import TraceLog
 
 if TYPE_CHECKING:
     from toolkit.server.pool import PoolBackend
@@ -33,10 +35,11 @@ RETRY_SHARE = 0.2  # of all requests may be tried again after an answer of 500 a
 RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
 ELSEWHERE = (*BUSY, *NOT_SERVED)  # also where it lacks what another one may have
-REASONS = ("stop", "length", "tool_calls", "function_call", "content_filter")  # how answers end
 MAX_WHOLE_BYTES = 64 << 20
 WholeAnswer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 PAUSE_S = 0.05  # before a replica is asked again that refused before
+MAX_LOGGED_ROWS = 1024  # of one request; servers accept fewer
+UNCOUNTED = "uncounted"  # in the log: it was served, and its server told no usage
 PASSED_BACK = (b"content-type", b"retry-after", b"x-should-retry")
 NO_REPLICA = "no replica is up"
 
@@ -402,13 +405,43 @@ class RelayedRequest:
             stats.generation_tokens += max(tokens - self._seen_tokens, 0)
         stats.count_end(self._status, self.times, tokens)
         if backend.log is not None:
-            at = backend.log.timestamp(self.times.arrival_s)
-            backend.log.add(self.times.line(at, (prompt, tokens, self.new_tokens), self._status))
+            self._log(backend.log)
+
+    def _log(self, log: TraceLog) -> None:
+        """Write a line for each row. A server counts all rows together, so each has its share; what
+        its prompt shares is known of one row alone.
+        """
+        call = self._call
+        has_usage = self._merged.usage is not None
+        ended_well = self._status in ENDED_WELL
+        status = UNCOUNTED if ended_well and not has_usage else self._status
+        rows = min(call.choices, MAX_LOGGED_ROWS) if has_usage else 1
+        prompts = split(self._merged.prompt_tokens, rows)
+        outputs = split(self.generated, rows)
+        at = log.timestamp(self.times.arrival_s)
+        limit = max(call.max_tokens or 0, 0)
+        lines = [
+            self.times.line(at, (prompt, output, limit), status)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+        size = self._backend.options.block_tokens
+        if has_usage and ended_well and call.choices == 1 and size:
+            ids = self._backend.gauge.logged(self._blocks, prompts[0])
+            blocks = size if ids else None
+            lines = [msgspec.structs.replace(lines[0], hash_ids=ids, block_tokens=blocks)]
+        for line in lines:
+            log.add(line)
+
+
+def split(total: int, rows: int) -> list[int]:
+    """Return `total` divided over `rows`, as evenly as whole numbers allow."""
+    share, more = divmod(total, rows)
+    return [share + (row < more) for row in range(rows)]
 
 
 def _reason(told: str) -> str:
     """How an answer ended, in words that are known: a replica's own would become labels."""
-    return told if told in REASONS else "other" if told else "stop"
+    return told if told in ENDED_WELL else "other" if told else "stop"
 
 
 def kept_headers(answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:

@@ -397,7 +397,8 @@ class ReplicaPool:
                 wait_s = min(wait_s * 1.5, PROBE_DOWN_MAX_S)
             replica.wake.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(replica.wake.wait(), pause_s)
+                async with asyncio.timeout(pause_s):  # `wait_for` of Python 3.11 may lose a cancel
+                    await replica.wake.wait()
                 await asyncio.sleep(PROBE_DOWN_S / 5)  # what has just failed needs a moment
                 wait_s = PROBE_DOWN_S
 

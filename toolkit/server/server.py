@@ -86,7 +86,6 @@ class Server:
         http = HttpServer(
             application,
             descriptors_each=backend.descriptors_each,
-            dated=not backend.transparent,
             certificate=application.options.certificate,
             key=application.options.certificate_key,
         )

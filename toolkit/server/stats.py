@@ -35,7 +35,8 @@ COST_BUCKETS = (
     *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
     *(1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5),
 )
-ENDED_WELL = ("stop", "length")
+# How answers end that are whole; "other": for a reason of the server's own.
+ENDED_WELL = ("stop", "length", "tool_calls", "function_call", "content_filter", "other")
 # Why requests are refused for overload.
 QUEUE_FULL = "the queue is full"
 LATE = "they would miss their targets"

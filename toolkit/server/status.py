@@ -30,7 +30,7 @@ from starlette.responses import Response
 import toolkit
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import shipped_templates
-from toolkit.server.stats import Stats, quantile
+from toolkit.server.stats import ENDED_WELL, Stats, quantile
 
 PAGE = "/"
 DATA = "/status.json"
@@ -175,7 +175,7 @@ class RecentMinute:
         now_s, now = self._samples[-1]
         ended = now.ended - old.ended
         counts = {
-            "served": ended["stop"] + ended["length"],
+            "served": sum(ended[reason] for reason in ENDED_WELL),
             "failed": ended["failed"],
             "refused": now.refused - old.refused,
         }
