@@ -305,7 +305,7 @@ def families() -> Iterator[Metric]:
     driver = Driver(scheduler, cast(Workers, SimpleNamespace(size=1)), Stats())
     labels = {"model_name": "model"}
     yield from engine_families(driver, labels)
-    yield from families_of_requests(driver.stats, labels, [])
+    yield from families_of_requests(driver.stats, labels)
 
 
 def metrics() -> str:

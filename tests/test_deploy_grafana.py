@@ -16,7 +16,6 @@ from vllm_names import VLLM
 import toolkit
 from toolkit.deploy.dashboard import dashboard
 from toolkit.deploy.render import TARGETS, render_target
-from toolkit.server.access import Account
 from toolkit.server.metrics import engine_families, families_of_requests, text_of
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
@@ -43,7 +42,7 @@ def exposed() -> dict[str, set[str]]:
     driver.stats.ended["failed"] += 1
     made = (
         *engine_families(driver, {"model_name": "toy"}),
-        *families_of_requests(driver.stats, {"model_name": "toy"}, [Account("team")]),
+        *families_of_requests(driver.stats, {"model_name": "toy"}),
     )
     families = text_string_to_metric_families(text_of(made).decode())
     ours = {sample.name: set(sample.labels) for family in families for sample in family.samples}

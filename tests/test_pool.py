@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,13 @@ from toolkit.routing.types import ReplicaTraits, RoutedRequest, RouterLaw
 from toolkit.sched.policies.parameters import defaults
 from toolkit.server import own_replicas as own_servers
 from toolkit.server import replicas as pools
-from toolkit.server.access import ApiKey
 from toolkit.server.application import Application
-from toolkit.server.http import HttpServer
-from toolkit.server.options import ServerOptions
+from toolkit.server.options import ServerOptions, one_key
 from toolkit.server.own_replicas import OwnReplicas
 from toolkit.server.pool import PoolBackend, traits_of_replicas
 from toolkit.server.process import listen, url
 from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
-from toolkit.server.watched import Watched
+from toolkit.server.server import HttpServer
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
@@ -121,7 +119,6 @@ async def fronted(
     needs: ReplicaNeeds = ReplicaNeeds(MODEL),  # noqa: B008
     hang_s: float = 5.0,
     api_key: str = "",
-    keys: Sequence[ApiKey] = (),
     said: list[str] | None = None,
     limits: LatencyLimits = UNLIMITED,
     law: RouterLaw | None = None,
@@ -142,8 +139,7 @@ async def fronted(
         needs,
         hang_s=hang_s,
     )
-    callers = Watched((api_key, tuple(keys)))
-    options = ServerOptions(keys=callers, **settings)
+    options = ServerOptions(keys=one_key(api_key), **settings)
     backend = PoolBackend(pool, options)
     backend.facts = {
         "model": MODEL,

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.server.sources import (
+from toolkit.server.watched import (
+    Watched,
+    WatchedFile,
+    follow,
     given_replicas,
     listed_replicas,
 )
-from toolkit.server.watched import Watched, WatchedFile, follow
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from within import within
 from toolkit.openai.errors import ApiError
 from toolkit.server import http as bounds
 from toolkit.server.application import error_response
-from toolkit.server.http import HttpServer
+from toolkit.server.server import HttpServer
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -270,8 +270,8 @@ class LiveServer:
 
     @contextmanager
     def running(self) -> Iterator[Driver]:
-        from toolkit.server.http import HttpServer
         from toolkit.server.process import listen
+        from toolkit.server.server import HttpServer
 
         started = threading.Event()
 

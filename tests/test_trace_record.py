@@ -1,5 +1,5 @@
-"""`llmctl trace record`, and the log of requests of a front: what is written holds lengths, times and
-what prompts share, and nothing else.
+"""`llmctl trace record`, and the log of requests of a front: what is written holds lengths, times
+and what prompts share, and nothing else.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from toolkit.openai.requests import COMPLETIONS, GenerationCall
 from toolkit.server.application import Application
 from toolkit.server.options import ServerOptions
 from toolkit.server.pool import recording_backend
-from toolkit.server.sources import given_replicas
+from toolkit.server.watched import given_replicas
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLog
 

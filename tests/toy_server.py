@@ -23,14 +23,12 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
-from toolkit.server.access import ApiKey
 from toolkit.server.application import Application
 from toolkit.server.driver import Driver
 from toolkit.server.engine import EngineBackend
-from toolkit.server.options import ServerOptions
+from toolkit.server.options import ServerOptions, one_key
 from toolkit.server.stats import Stats
 from toolkit.server.status import Facts
-from toolkit.server.watched import Watched
 from toolkit.workers.protocol import (
     Cancel,
     Interrupt,
@@ -225,7 +223,7 @@ class Client(httpx.AsyncClient):
         super().__init__(transport=httpx.ASGITransport(self.app), base_url="http://test")
         self.driver = driver
         self.workers = workers
-        self.keyring = self.app.keyring
+        self.renew_keys = self.app.renew_keys
 
 
 @asynccontextmanager
@@ -235,15 +233,13 @@ async def client(
     capacity: int = 4096,
     limits: LatencyLimits = UNLIMITED,
     api_key: str = "",
-    keys: Sequence[ApiKey] = (),
     **options: Any,
 ) -> AsyncIterator[Client]:
     """A server in this process, and its client."""
     workers = workers or ToyWorkers()
     driver = make_driver(workers, capacity=capacity, limits=limits)
     await driver.start()
-    callers = Watched((api_key, tuple(keys)))
-    async with Client(driver, workers, replace(OPTIONS, keys=callers, **options)) as http:
+    async with Client(driver, workers, replace(OPTIONS, keys=one_key(api_key), **options)) as http:
         yield http
     await driver.stop()
 

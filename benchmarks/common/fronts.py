@@ -10,11 +10,11 @@ from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
 from toolkit.routing.types import ReplicaTraits
 from toolkit.server.application import Application
-from toolkit.server.http import HttpServer
 from toolkit.server.options import ServerOptions
 from toolkit.server.pool import PoolBackend
 from toolkit.server.process import listen
 from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.server.server import HttpServer
 
 
 @asynccontextmanager

@@ -91,8 +91,8 @@ class ServeOptions(ScenarioOptions):
     )
     api_key_file: Path | None = _network(
         None,
-        "Read the key from this file, as service managers provide secrets; or the sha256 of "
-        "several keys, each with a name.",
+        "Read the key from this file, as service managers provide secrets; or several, one on each "
+        "line.",
     )
     ssl_certfile: Path | None = _network(
         None, "Use TLS with this certificate (PEM, with its chain)."
@@ -169,7 +169,8 @@ def command(args: ServeOptions) -> None:
     plan = Scenario.of_plan(args).plan
     assert plan is not None
     warn_broken(plan, str(args.plan))
-    engine = backend_of(plan.recipe.engine.name)
+    name = plan.recipe.engine.name
+    engine = backend_of(name) if traits_of(name).server else None
     several = plan.workers > 1 or plan.settings.scaling is not None
     starts = engine if isinstance(engine, StartsReplicas) and several else None
     has_replicas = bool(args.replica or args.replicas or starts)
@@ -253,9 +254,9 @@ def _options(
     host = args.host or serve.host
     keys = find_keys(args.api_key, args.api_key_file)
     engine = plan.recipe.engine.name
-    if keys.value[1] and traits_of(engine).server and not has_replicas:
+    if len(keys.value) > 1 and traits_of(engine).server and not has_replicas:
         text = f"engine {engine} has one key{OWN_SERVER}"
-        raise InputError(text, "name a file with one key in one line")
+        raise InputError(text, "name a file with one key")
     if args.pass_log is not None:
         check_writable(args.pass_log)
     name = model_name(plan)
@@ -300,7 +301,7 @@ def _replica_source(args: ServeOptions) -> Watched[list[str]] | None:
     """Return the replicas that run already; None: none was named."""
     if not (args.replica or args.replicas):
         return None
-    from toolkit.server.sources import given_replicas, listed_replicas
+    from toolkit.server.watched import given_replicas, listed_replicas
 
     if args.replica and args.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")

@@ -76,7 +76,7 @@ def record(args: RecordOptions) -> None:
     from toolkit.server.options import ServerOptions, one_key
     from toolkit.server.pool import recording_backend
     from toolkit.server.server import Server
-    from toolkit.server.sources import given_replicas
+    from toolkit.server.watched import given_replicas
 
     name, _, port = args.listen.rpartition(":")
     host = name.removeprefix("[").removesuffix("]")

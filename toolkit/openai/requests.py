@@ -150,7 +150,6 @@ class GenerationCall:
         asked = self._read(body) if self.is_read else self._read_response(body)
         self.stream = bool(asked.stream)
         self.model = asked.model or ""
-        self.priority = asked.priority or 0
         self.session = session or asked.prompt_cache_key or ""
 
     def _read(self, body: bytes) -> RequestFields:

@@ -25,14 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import toolkit
 from toolkit.openai.errors import ApiError, error_body
-from toolkit.server.access import (
-    ACCOUNT,
-    UNKEYED,
-    Account,
-    Keyring,
-    check_local_host,
-    refused_key,
-)
+from toolkit.server.access import UNKEYED, Keys, check_key, check_local_host, digests_of
 from toolkit.server.backend import ServerBackend, unknown_model
 from toolkit.server.background import Work
 from toolkit.server.metrics import families_of_requests, text_of
@@ -59,7 +52,7 @@ class Application:
         self.backend = backend
         self.options = options
         self.stats = backend.stats
-        self.keyring = Keyring(options.keys.value)
+        self._digests = digests_of(options.keys.value)
         self.leaving = False
         self._start_s = time.monotonic()
         self._created = int(time.time())
@@ -96,7 +89,12 @@ class Application:
 
     async def _follow_keys(self) -> None:
         options = self.options
-        await follow(options.keys, self.keyring.renew, options.say)
+        await follow(options.keys, self.renew_keys, options.say)
+
+    def renew_keys(self, keys: Keys) -> str:
+        """Accept these keys from now on. Accepted requests are answered to their end."""
+        self._digests = digests_of(keys)
+        return f"the keys were read again: {len(keys)}"
 
     def add(self, path: str, endpoint: Callable[..., Awaitable[Any]], *methods: str) -> None:
         """Add a route, by default for GET and HEAD."""
@@ -142,26 +140,20 @@ class Application:
             if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):
                 text = f"the request has {hosts} Host headers; HTTP/1.1 requires one"
                 raise ApiError(text, headers={"Connection": "close"})
-            scope[ACCOUNT] = account = self._account(scope["path"], headers)
-            if account is not None:
-                account.requests += scope["method"] == "POST"
+            self._check_access(scope["path"], headers)
             await self._routes(scope, receive, send_answer)
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, send_answer)
 
-    def _account(self, path: str, headers: Headers) -> Account | None:
-        """Return the request's account; None on a path that needs no key. Raises ApiError if the
-        request may not pass.
-        """
+    def _check_access(self, path: str, headers: Headers) -> None:
+        """Raise ApiError if the request may not pass."""
         is_local = path in self._local_paths
         is_open = is_local or path in self._open_paths
         if is_local or (self.options.local_hosts_only and not is_open):
             what = "the status page" if is_local else UNKEYED
             check_local_host(headers.get("host", ""), what)
-        account = self.keyring.find(headers)
-        if account is None and not is_open:
-            raise refused_key(headers)
-        return account
+        if self._digests and not is_open:
+            check_key(headers, self._digests)
 
     @property
     def uptime_s(self) -> float:
@@ -202,7 +194,7 @@ class Application:
     def families(self) -> Iterator[Metric]:
         """Yield all metrics at the moment of a scrape."""
         yield from self.backend.families()
-        yield from families_of_requests(self.stats, self.backend.labels, self.keyring.named)
+        yield from families_of_requests(self.stats, self.backend.labels)
 
     def status(self) -> dict[str, Any]:
         """Return what the status page shows besides what it knows by itself."""

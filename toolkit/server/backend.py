@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded, retry_after_s
 from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.routing.admission import PredictedLatency
-from toolkit.server.access import check_priority
 from toolkit.server.background import Background, Work
 from toolkit.server.bodies import check_json, read_body
 from toolkit.server.options import ServerOptions
@@ -153,13 +152,10 @@ class ServerBackend(ABC):
         for one that is not to be served.
         """
 
-    def admit(self, request: Request, model: str | None, priority: int, choices: int = 1) -> None:
-        """Raise `ApiError` for a request for another model, with a priority that its key may not
-        ask for, or beyond the queue.
-        """
+    def admit(self, model: str | None, choices: int = 1) -> None:
+        """Raise `ApiError` for a request for another model, or beyond the queue."""
         if model is not None and self.model and model != self.model:
             raise unknown_model(model)
-        check_priority(request.scope, priority)
         self.check_room(choices)
 
     def check_open(self) -> None:

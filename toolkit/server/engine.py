@@ -152,10 +152,10 @@ class EngineBackend(ServerBackend):
         chat = request.scope["path"] == CHAT
         read = partial(read_engine_request, chat=chat)
         asked = await self._large_bodies.read(read, body)
-        self._admit(request, asked)
+        self._admit(asked)
         prompts = await self._large_bodies.read(lambda _: self._reader.tokens(asked), body)
         if is_large(body):  # others were admitted, or a drain began, while a thread read
-            self._admit(request, asked)
+            self._admit(asked)
         return partial(self._answer, self._submit(asked, prompts))
 
     async def _answer(self, reply: Reply, receive: Receive, send: Send) -> None:
@@ -190,7 +190,7 @@ class EngineBackend(ServerBackend):
     def expected_wait_s(self) -> float:
         return self.driver.forecast.predict(self.driver.now_s).ttft_s
 
-    def _admit(self, request: Request, asked: EngineRequest) -> None:
+    def _admit(self, asked: EngineRequest) -> None:
         """Raise `ApiError` for a request that is refused."""
         if asked.llmctl_end_after is not None and not self.options.allow_end_after:
             text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
@@ -200,7 +200,7 @@ class EngineBackend(ServerBackend):
             text = f"{asked.prompt_count} prompts with n {asked.n} are {choices} choices"
             raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
         self.check_open()  # it may have begun to drain while the body was read
-        self.admit(request, asked.model, asked.priority, choices)
+        self.admit(asked.model, choices)
 
     def _submit(self, asked: EngineRequest, prompts: Prompts) -> Reply:
         """Submit all choices of all prompts. Raises `ApiError` for a request that cannot be served,

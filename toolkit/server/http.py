@@ -11,26 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
-import socket
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 import httptools
-import uvicorn
-from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from toolkit.errors import InputError
 from toolkit.openai.errors import ApiError, error_body
-from toolkit.server.process import BACKLOG
 
-PEM_HINT = (
-    "--ssl-certfile and --ssl-keyfile are PEM files; "
-    "the certificate comes before those of its authorities"
-)
-POLL_S = 0.01
 CONNECTIONS = 4096  # at once; with more, requests get 503
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 HEAD_BYTES = 1 << 16  # of the request line and all headers
@@ -38,7 +26,6 @@ REFUSED = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n"
 )
-IDLE_S = 60  # until a head is there; longer than in clients' connection pools: they close first
 
 
 def possible_connections(descriptors_each: int) -> int:
@@ -53,82 +40,6 @@ def possible_connections(descriptors_each: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     enough_for = wanted if soft == resource.RLIM_INFINITY else soft
     return max(min(CONNECTIONS, (enough_for - SPARE_DESCRIPTORS) // descriptors_each), 1)
-
-
-class HttpServer:
-    """An ASGI application on a listening socket. It gets only scopes of type `http`.
-
-    Args:
-        descriptors_each: file descriptors of a connection (`possible_connections`).
-        certificate: a PEM file; with it the server speaks TLS.
-        key: the file of its key; None: the certificate's.
-
-    Raises `InputError` for a certificate or a key that cannot be used.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        descriptors_each: int = 1,
-        certificate: Path | None = None,
-        key: Path | None = None,
-    ) -> None:
-        self._config = uvicorn.Config(
-            app,
-            http=BoundedConnection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=BACKLOG,
-            limit_concurrency=possible_connections(descriptors_each) + 1,  # the asking one counts
-            timeout_keep_alive=IDLE_S,
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
-        )
-        try:
-            self._config.load()
-        except OSError as error:  # OpenSSL's, which names no file, is one as well
-            files = " and ".join(str(file) for file in (certificate, key) if file)
-            raise InputError(f"{files}: {error.strerror or error}", PEM_HINT) from None
-        self._server = uvicorn.Server(self._config)
-        self._dating: asyncio.Task[None] | None = None  # keeps the Date
-
-    @property
-    def connections(self) -> set[BoundedConnection]:
-        return cast(set[BoundedConnection], self._server.server_state.connections)
-
-    async def start(self, listener: socket.socket) -> None:
-        """Accept connections from a bound `listener`."""
-        self._server.lifespan = self._config.lifespan_class(self._config)
-        await self._server.on_tick(0)
-        await self._server.startup(sockets=[listener])
-        self._dating = asyncio.create_task(self._server.main_loop())
-
-    def close_listener(self) -> None:
-        """Accept no more connections. Existing ones continue."""
-        for listening in self._server.servers if self._server.started else []:
-            listening.close()
-
-    async def stop(self, timeout_s: float) -> None:
-        """Close idle connections, wait `timeout_s` for running responses, and abort the rest."""
-        self.close_listener()
-        for connection in list(self.connections):
-            connection.shutdown()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.connections:
-                    await asyncio.sleep(POLL_S)
-        for connection in list(self.connections):
-            connection.transport.abort()
-        tasks = [*self._server.server_state.tasks, *([self._dating] if self._dating else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class BoundedConnection(HttpToolsProtocol):

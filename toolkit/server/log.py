@@ -22,7 +22,7 @@ from toolkit.sched.eventlog import Event, to_line
 FORM = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 TIME_FORM = "%Y-%m-%dT%H:%M:%S"  # in UTC
 # Their returns are of level INFO. Of other modules, only warnings are for an operator.
-TALKING = ("toolkit.processes.supervisor", "toolkit.server.fleet", "toolkit.server.replicas")
+TALKING = ("toolkit.processes.supervisor", "toolkit.server.own_replicas", "toolkit.server.replicas")
 PENDING_BYTES_MAX = 1 << 16  # of an event log, before they are written
 EVENT_LOG_BYTES_MAX = 1 << 30  # an hour or so of a busy server
 FLUSH_EVERY_S = 1.0

@@ -13,7 +13,6 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 
 from toolkit.files.profile import identity
 from toolkit.sched.memory import footprint_of
-from toolkit.server.access import Account
 from toolkit.server.stats import Histogram, Stats
 
 if TYPE_CHECKING:
@@ -174,10 +173,8 @@ def family_of(
     return family
 
 
-def families_of_requests(
-    stats: Stats, labels: Labels, accounts: Sequence[Account]
-) -> Iterator[Metric]:
-    """Yield what every front counts: its requests, and the requests of each key of a keys file."""
+def families_of_requests(stats: Stats, labels: Labels) -> Iterator[Metric]:
+    """Yield what every front counts: its requests."""
     for name, text in (
         ("ttft", "Arrival to first token."),
         ("itl", "Time between tokens; tokens that arrive together share their gap."),
@@ -187,7 +184,6 @@ def families_of_requests(
     ):
         yield histogram_of(f"llmctl_{name}_seconds", text, labels, stats.latencies[name])
     met = "Requests that met every target; of those that ended, and llmctl_refused_total."
-    sent = {account.name: account.requests for account in accounts}
     values: float | Mapping[str, float]
     for name, text, values, label in (
         ("prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens, ""),
@@ -196,7 +192,6 @@ def families_of_requests(
         ("refused", "Requests that got 503 because of overload.", stats.refused, ""),
         ("requests", "Requests that ended, and how.", dict(stats.ended), "finish_reason"),
         ("http_responses", "Answers by HTTP status.", stats.statuses, "status"),
-        ("key_requests", "Requests that a key has sent.", sent, "key"),
     ):
         yield family_of(Counter, f"llmctl_{name}", text, labels, values, label)
 

@@ -13,16 +13,16 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.routing.types import BLOCK_TOKENS
-from toolkit.server.access import Callers, read_callers
+from toolkit.server.access import Keys, read_keys
 from toolkit.server.process import Manager, is_loopback
 from toolkit.server.watched import Watched, WatchedFile
 
 MAX_BODY_BYTES = 8 << 20
 
 
-def one_key(key: str = "") -> Watched[Callers]:
+def one_key(key: str = "") -> Watched[Keys]:
     """Return the keys of a server with one key; '': it asks for none."""
-    return Watched((key, ()))
+    return Watched((key,) if key else ())
 
 
 def model_name(plan: Plan) -> str:
@@ -33,7 +33,7 @@ def model_name(plan: Plan) -> str:
     )
 
 
-def find_keys(key: str, file: Path | None) -> Watched[Callers]:
+def find_keys(key: str, file: Path | None) -> Watched[Keys]:
     """Return the API key, or the keys of a file, which may change while the server runs.
 
     Raises InputError if both are given, and for a file without a key.
@@ -45,7 +45,7 @@ def find_keys(key: str, file: Path | None) -> Watched[Callers]:
             "the API key is given twice",
             "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
         )
-    return WatchedFile(file, read_callers)
+    return WatchedFile(file, read_keys)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ServerOptions:
     model: str = ""
     host: str = "127.0.0.1"
     port: int = 0
-    keys: Watched[Callers] = field(default_factory=one_key, compare=False)
+    keys: Watched[Keys] = field(default_factory=one_key, compare=False)
     insecure: bool = False
     certificate: Path | None = None
     certificate_key: Path | None = None
@@ -117,12 +117,12 @@ class ServerOptions:
 
     @property
     def api_key(self) -> str:
-        """The one key that all clients share; '': there is none, or a file names the clients."""
-        return self.keys.value[0]
+        """The first key; '': there is none."""
+        return self.keys.value[0] if self.keys.value else ""
 
     @property
     def asks_key(self) -> bool:
-        return any(self.keys.value)
+        return bool(self.keys.value)
 
     @property
     def local_hosts_only(self) -> bool:

@@ -49,12 +49,17 @@ from toolkit.sched.policies.vllm import ROWS, TOKENS
 from toolkit.server.backend import SendAnswer, ServerBackend
 from toolkit.server.background import while_connected
 from toolkit.server.bodies import read_body
-from toolkit.server.fleet import LiveFleet, scaling_of
 from toolkit.server.http import possible_connections
 from toolkit.server.log import EventLog
 from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
-from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
+from toolkit.server.own_replicas import (
+    POLL_EVERY_S,
+    LiveFleet,
+    OwnReplicas,
+    StartsServers,
+    scaling_of,
+)
 from toolkit.server.prompt_blocks import PromptGauge
 from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
 from toolkit.server.replicas import COUNTERS, ReplicaNeeds, ReplicaPool
@@ -182,7 +187,7 @@ class PoolBackend(ServerBackend):
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
         session = request.headers.get("x-session-id", "")
         call = GenerationCall(request.scope["path"], body, session)
-        self.admit(request, call.model or None, call.priority)
+        self.admit(call.model or None)
         relayed = RelayedRequest(self, call, arrival_s)
         self.stats.arrived += 1
         self.stats.arrived_tokens += relayed.prompt_tokens

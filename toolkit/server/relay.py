@@ -197,7 +197,7 @@ class RelayedRequest:
                 self._excluded.clear()
                 await asyncio.sleep(PAUSE_S)
             if up:
-                # Replicas that failed it, or are slow to start, get it only if need be.
+                # Replicas that failed it, or are in doubt, get it only if need be.
                 unfit = self._excluded | ({replica.index for replica in backend.pool.up} - up)
                 barred = unfit | set(backend.pool.barred())
                 barred = unfit if up <= barred else barred

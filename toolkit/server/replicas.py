@@ -2,7 +2,7 @@
 
 `ReplicaPool` follows a changing list of URLs. A replica gets requests once a probe finds it healthy
 and with the right model. Traffic (a refused connection, an answer that breaks off, silence) and
-probes take it out; only probes bring it back, with few requests at first. A replica that is silent
+probes take it out; only probes bring it back. A replica that is silent
 while it has requests is asked for a token; if it gives none, it hangs, and its requests go
 elsewhere. One that answers with errors is asked, too: they may be the requests' fault or its own.
 
@@ -33,7 +33,7 @@ from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 from toolkit.server.background import Background
-from toolkit.server.sources import once, spelled
+from toolkit.server.watched import once, spelled
 
 if TYPE_CHECKING:
     from toolkit.server.relay import RelayedRequest
@@ -49,7 +49,6 @@ FAILED_PROBES = 2  # in a row take a replica out
 FAILED_ANSWERS = 5  # in a row, with a status of 500 and above: it is in doubt
 NOT_SERVED = (401, 403, 404, 405, 501)  # a replica lacks the route or the model, or wants a key
 NO_ROUTE = (404, 405, 501)
-SLOW_START_S = 10.0  # a replica that came back gets its share of the requests after this long
 SWEEP_EVERY_S = 0.25
 MAX_PROBE_BYTES = 4 << 20
 MAX_PAGE_BYTES = 1 << 20  # of metrics, which are read four times a second
@@ -107,7 +106,6 @@ class LiveReplica:
     heard_s: float = 0.0
     lost_s: float | None = None
     name: str = ""
-    slow_since_s: float = -math.inf
     failed_answers: int = 0
     requests: int = 0
     failures: int = 0
@@ -277,22 +275,8 @@ class ReplicaPool:
             self._release(replica)
 
     def barred(self) -> list[int]:
-        """Indexes of replicas in doubt, and of others that came back shortly and have their share.
-
-        One that fails at once has the fewest requests, so most routers would send it more and more.
-        """
-        now_s = time.monotonic()
-        up = self.up
-        doubted = [replica.index for replica in up if replica.in_doubt]
-        slow = [replica for replica in up if now_s - replica.slow_since_s < SLOW_START_S]
-        if not slow:
-            return doubted
-        per_s = sum(len(replica.attempts) for replica in up) / len(up) / SLOW_START_S
-        return doubted + [
-            replica.index
-            for replica in slow
-            if len(replica.attempts) >= 1 + per_s * (now_s - replica.slow_since_s)
-        ]
+        """Indexes of replicas in doubt."""
+        return [replica.index for replica in self.up if replica.in_doubt]
 
     async def wait_up(self, timeout_s: float, able: Callable[[LiveReplica], bool]) -> bool:
         """Wait until an `able` replica is up; False: none was in time."""
@@ -378,8 +362,6 @@ class ReplicaPool:
                         replica.state = "left out" if foreign else "down"
                     replica.problem = problem
                 case _:
-                    if any(other.requests for other in self.replicas):
-                        replica.slow_since_s = time.monotonic()
                     replica.state = "up"
                     replica.problem = ""
                     replica.failed_answers = 0

@@ -14,19 +14,29 @@ import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Self
+from pathlib import Path
+from typing import Self, cast
 
+import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
+from toolkit.errors import InputError
 from toolkit.server.application import Application
 from toolkit.server.backend import ServerBackend
 from toolkit.server.background import first_of
-from toolkit.server.http import HttpServer
+from toolkit.server.http import BoundedConnection, possible_connections
 from toolkit.server.log import logging_to_stderr
 from toolkit.server.options import ServerOptions
-from toolkit.server.process import Signals, check_exposure, listen, url
+from toolkit.server.process import BACKLOG, Signals, check_exposure, listen, url
 from toolkit.traces.write import TraceLog
 
+PEM_HINT = (
+    "--ssl-certfile and --ssl-keyfile are PEM files; "
+    "the certificate comes before those of its authorities"
+)
+POLL_S = 0.01
+IDLE_S = 60  # until a head is there; longer than in clients' connection pools: they close first
 ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
 LAST_BYTES_S = 5  # for final chunks to be sent
 
@@ -137,3 +147,79 @@ class Server:
         await asyncio.sleep(ACCEPT_LAST_S)
         http.close_listener()
         await first_of(application.backend.drain(options.timeout_s), signals.second.wait())
+
+
+class HttpServer:
+    """An ASGI application on a listening socket. It gets only scopes of type `http`.
+
+    Args:
+        descriptors_each: file descriptors of a connection (`possible_connections`).
+        certificate: a PEM file; with it the server speaks TLS.
+        key: the file of its key; None: the certificate's.
+
+    Raises `InputError` for a certificate or a key that cannot be used.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        descriptors_each: int = 1,
+        certificate: Path | None = None,
+        key: Path | None = None,
+    ) -> None:
+        self._config = uvicorn.Config(
+            app,
+            http=BoundedConnection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            limit_concurrency=possible_connections(descriptors_each) + 1,  # the asking one counts
+            timeout_keep_alive=IDLE_S,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        try:
+            self._config.load()
+        except OSError as error:  # OpenSSL's, which names no file, is one as well
+            files = " and ".join(str(file) for file in (certificate, key) if file)
+            raise InputError(f"{files}: {error.strerror or error}", PEM_HINT) from None
+        self._server = uvicorn.Server(self._config)
+        self._dating: asyncio.Task[None] | None = None  # keeps the Date
+
+    @property
+    def connections(self) -> set[BoundedConnection]:
+        return cast(set[BoundedConnection], self._server.server_state.connections)
+
+    async def start(self, listener: socket.socket) -> None:
+        """Accept connections from a bound `listener`."""
+        self._server.lifespan = self._config.lifespan_class(self._config)
+        await self._server.on_tick(0)
+        await self._server.startup(sockets=[listener])
+        self._dating = asyncio.create_task(self._server.main_loop())
+
+    def close_listener(self) -> None:
+        """Accept no more connections. Existing ones continue."""
+        for listening in self._server.servers if self._server.started else []:
+            listening.close()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Close idle connections, wait `timeout_s` for running responses, and abort the rest."""
+        self.close_listener()
+        for connection in list(self.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.connections:
+                    await asyncio.sleep(POLL_S)
+        for connection in list(self.connections):
+            connection.transport.abort()
+        tasks = [*self._server.server_state.tasks, *([self._dating] if self._dating else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
