@@ -667,22 +667,6 @@ async def test_a_client_that_leaves_frees_its_replica(front: Front, servers: lis
     assert not any(each.attempts for each in front.pool.replicas)
 
 
-@pytest.mark.slow
-@behind({"token_s": 0.002}, {"token_s": 0.002})
-async def test_a_replica_that_comes_back_gets_few_requests_at_first(
-    front: Front, servers: list[StandIn]
-):
-    _, second = servers
-    await asyncio.gather(*(front.stream(asked()) for _ in range(8)))
-    second.kill()
-    await asyncio.gather(*(front.stream(asked()) for _ in range(4)))
-    await second.start()
-    await front.until("up", 2)
-    before = second.served.total()
-    await asyncio.gather(*(front.stream(asked(60)) for _ in range(24)))
-    assert 1 <= second.served.total() - before <= 8
-
-
 @behind({"token_s": 0.002}, {"token_s": 0.002}, max_waiting=2)
 async def test_more_requests_than_may_wait_get_503(front: Front, servers: list[StandIn]):
     for replica in front.backend.balancer.replicas:

@@ -14,6 +14,7 @@ from within import within
 
 from toolkit.openai.errors import ApiError
 from toolkit.server import http as bounds
+from toolkit.server import server as life
 from toolkit.server.application import error_response
 from toolkit.server.server import HttpServer
 
@@ -146,7 +147,7 @@ async def serving(**limits: float) -> AsyncIterator[Wire]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
-            patch.setattr(bounds, name, limit)
+            patch.setattr(bounds if hasattr(bounds, name) else life, name, limit)
         server = HttpServer(desk)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await server.start(listener)
