@@ -734,7 +734,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
         prompt = PROMPT * 40
         for _ in range(4):
             await front.http.post("/v1/completions", json=asked(prompt=prompt))
-        front.app.page.recent.sample()
+        front.app.page.sample()
         page = await front.http.get("/")
         assert "text/html" in page.headers["content-type"]
         data = (await front.http.get("/status.json")).json()

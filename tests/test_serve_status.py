@@ -24,7 +24,7 @@ from toolkit.metrics import Served, meets_sla
 from toolkit.server.driver import Driver
 from toolkit.server.options import one_key
 from toolkit.server.stats import TOKEN_BUCKETS, Histogram, RequestTimes, Stats, quantile
-from toolkit.server.status import SAMPLES, Facts, RecentMinute, facts_of
+from toolkit.server.status import SAMPLES, Facts, StatusPage, facts_of
 
 SLA = {
     "ttft_p99_s": 200.0,
@@ -103,7 +103,7 @@ async def test_a_foreign_host_name_cannot_read_the_page(http: httpx.AsyncClient)
 async def test_a_refused_request_is_not_within_all_targets(http: httpx.AsyncClient):
     await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
     http.driver.stats.refusals["the queue is full"] += 3
-    http.status.recent.sample()
+    http.status.sample()
     found = await data(http)
     assert found["attainment"] == 0.25
     assert found["totals"]["refused"] == 3
@@ -119,7 +119,7 @@ async def test_the_page_shows_totals_and_nothing_of_any_request(http: httpx.Asyn
         "user": "end-user-7",
     }
     answer = await http.post("/v1/completions", json=asked, headers={"x-request-id": "my-own-id"})
-    http.status.recent.sample()
+    http.status.sample()
     found = await data(http)
     assert found["totals"]["ended"] == {"length": 1}
     assert (found["totals"]["input_tokens"], found["totals"]["output_tokens"]) == (13, 20)
@@ -169,7 +169,7 @@ async def test_the_ratio_of_each_worker_is_of_all_its_batches():
 def test_percentiles_cover_only_the_last_minute():
     stats = Stats()
     clock = iter(range(10**6))
-    recent = RecentMinute(stats, lambda: 2.0 * next(clock))
+    recent = StatusPage(FACTS, stats, lambda: 2.0 * next(clock), dict)
     stats.count_tokens(1, RequestTimes(0.0), 9.0)
     recent.sample()
     assert recent.statistic("ttft_p99_s") == pytest.approx(9.0, rel=0.1)
@@ -318,7 +318,7 @@ class LiveServer:
 
     def sample(self) -> None:
         done = threading.Event()
-        self.loop.call_soon_threadsafe(lambda: (self.status.recent.sample(), done.set()))
+        self.loop.call_soon_threadsafe(lambda: (self.status.sample(), done.set()))
         assert done.wait(60)
 
 

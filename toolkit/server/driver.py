@@ -427,8 +427,6 @@ class WorkerRows:
     def kept(self, batch: Pass, output: PassOutput) -> PassResult:
         """The result of a pass that kept its caches."""
         joined = self._joined(dict(output.joined))
-        for number, _ in output.joined:
-            self._prefilling.pop(number, None)
         dropped = tuple([self._remove(number) for number in output.dropped])
         failure: Failure = "oom" if output.is_short else ""
         self._steps += output.steps

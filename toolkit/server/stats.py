@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from toolkit.laws.passes import PassRange
 from toolkit.sched.prefills import groups_alike
+from toolkit.sched.queues import serving_s, transfers_s
 from toolkit.sched.types import Pass, PassResult, Worker
 from toolkit.traces.write import TraceLine, ms_or_none
 
@@ -220,18 +221,16 @@ class Stats:
         self.ended_tokens += tokens
         if status not in ENDED_WELL:
             return
-        is_whole = math.isnan(times.first_s)
-        ttft = 0.0 if is_whole else times.first_s - times.arrival_s
-        e2e = times.last_s - times.arrival_s
-        self.latencies["e2e"].observe(e2e)
-        latency = {"ttft": ttft, "e2e": e2e, "tpot": 0.0, "mtpot": 0.0, "itl": 0.0}
-        if tokens > 1 and not is_whole:  # as in `toolkit.metrics`
-            tpot = (e2e - ttft) / (tokens - 1)
-            latency |= {"tpot": tpot, "mtpot": times.max_gap_s, "itl": times.max_gap_s}
-            self.latencies["tpot"].observe(tpot)
-            self.latencies["mtpot"].observe(times.max_gap_s)
-        self.within_targets += all(
-            latency[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
+        ended = {"e2e": times.last_s - times.arrival_s}
+        if tokens > 1 and not math.isnan(times.first_s):  # as in `toolkit.metrics`
+            ended["tpot"] = (times.last_s - times.first_s) / (tokens - 1)
+            ended["mtpot"] = times.max_gap_s
+        for name, value in ended.items():
+            self.latencies[name].observe(value)
+        # The first token and the gaps were counted as they came. NaN is above no limit.
+        known = ended | {"ttft": times.first_s - times.arrival_s, "itl": ended.get("mtpot", 0.0)}
+        self.within_targets += not any(
+            known.get(key.partition("_")[0], 0.0) > limit for key, limit in self.sla.items()
         )
 
     def count_start(self, batch: Pass) -> None:
@@ -272,10 +271,7 @@ def _expected_s(batch: Pass, result: PassResult, worker: Worker) -> float:
     if result.failure or running.prefilling:
         return 0.0
     if not batch.keep_cache:
-        if not steps:
-            return 0.0
-        decode_s = law.decode_s(rows, batch.input_length, steps - law.prefill_emits_token)
-        return law.prefill_s(rows, batch.input_length) + decode_s
+        return serving_s(law, rows, batch.input_length, steps) if steps else 0.0
     length = running.longest if law.padded or not rows else running.used / rows
     lengths = [job.length for job in batch.jobs]
     prefills_s = sum(
@@ -284,14 +280,9 @@ def _expected_s(batch: Pass, result: PassResult, worker: Worker) -> float:
     )
     expected_s = law.round_s + prefills_s + len(result.ended) * law.leave_s(length)
     expected_s += law.decode_s(rows, length, steps) if steps else 0.0
-    return expected_s + _transfers_s(batch, worker)
-
-
-def _transfers_s(batch: Pass, worker: Worker) -> float:
-    """Swap time that a pass waits for. Transfers that overlap its compute count as free."""
     moves = batch.moves
-    law = worker.swap
-    if moves is None or law is None or (moves.overlap and law.overlaps):
-        return 0.0
-    out_s = sum(law.out_s(job.length) for job in moves.swap_out)
-    return out_s + sum(law.in_s(job.length) for job in moves.swap_in)
+    swap = worker.swap
+    if moves and swap and not (moves.overlap and swap.overlaps):  # else transfers count as free
+        back = [job.length for job in moves.swap_in]
+        expected_s += transfers_s(swap, [job.length for job in moves.swap_out], back)
+    return expected_s

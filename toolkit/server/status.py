@@ -66,7 +66,7 @@ def facts_of(plan: Plan, model: str) -> Facts:
 
 
 class StatusPage:
-    """The routes of the page and of its data.
+    """The routes of the page and of its data, with rates and percentiles of the last minute.
 
     Args:
         facts: the settings that it shows; a new plan may bring others.
@@ -83,16 +83,19 @@ class StatusPage:
         server: Callable[[], dict[str, Any]],
     ) -> None:
         self.facts = facts
-        self.recent = RecentMinute(stats, now_s)
+        self._stats = stats
+        self._now_s = now_s
         self._server = server
         self._page = (shipped_templates() / "status.html").read_text(encoding="utf-8")
         self._policy = content_policy(self._page)
+        # When the counters were copied, and the copies.
+        self._samples = deque([(0.0, deepcopy(stats))], maxlen=SAMPLES + 1)
 
     async def sampling(self) -> None:
         """Look at the counters until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
-            self.recent.sample()
+            self.sample()
 
     async def page(self, request: Request) -> Response:
         return Response(
@@ -103,58 +106,31 @@ class StatusPage:
 
     async def data(self, request: Request) -> Response:
         """What the page shows."""
-        recent = self.recent
         predicted = self.facts["predicted"]
         shown = {
             **self.facts,
-            **recent.rates(),
+            **self.rates(),
             **self._server(),
             "version": toolkit.__version__,
             "targets": [
                 {
                     "name": key,
                     "limit": limit,
-                    "now": recent.statistic(key),
+                    "now": self.statistic(key),
                     "predicted": predicted.get(key),
                 }
-                for key, limit in recent.stats.sla.items()
+                for key, limit in self._stats.sla.items()
             ],
             "latencies": {
-                name: [recent.statistic(f"{name}_{share}_s") for share in SHOWN]
-                for name in LATENCIES
+                name: [self.statistic(f"{name}_{share}_s") for share in SHOWN] for name in LATENCIES
             },
         }
         content = msgspec.json.encode(shown)
         return Response(content, headers=HEADERS, media_type="application/json")
 
-
-def content_policy(page: str) -> str:
-    """A Content-Security-Policy that allows only the page's own script and style."""
-
-    def digests(tag: str) -> str:
-        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        encoded = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
-        return " ".join(f"'sha256-{digest.decode()}'" for digest in encoded)
-
-    return (
-        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
-        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-
-
-class RecentMinute:
-    """Rates and percentiles of the last minute. Call `sample` every `SAMPLE_S` seconds."""
-
-    def __init__(self, stats: Stats, now_s: Callable[[], float]) -> None:
-        self.stats = stats
-        self._now_s = now_s
-        # When the counters were copied, and the copies.
-        self._samples = deque([(0.0, deepcopy(stats))], maxlen=SAMPLES + 1)
-
     def sample(self) -> None:
         """Look at the counters."""
-        self._samples.append((self._now_s(), deepcopy(self.stats)))
+        self._samples.append((self._now_s(), deepcopy(self._stats)))
 
     def statistic(self, key: str) -> float | None:
         """A statistic such as `ttft_p99_s`; None if no request ended."""
@@ -188,3 +164,18 @@ class RecentMinute:
             "rates": {name: count / span_s for name, count in counts.items()},
             "attainment": met / requests if requests else None,
         }
+
+
+def content_policy(page: str) -> str:
+    """A Content-Security-Policy that allows only the page's own script and style."""
+
+    def digests(tag: str) -> str:
+        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        encoded = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
+        return " ".join(f"'sha256-{digest.decode()}'" for digest in encoded)
+
+    return (
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
