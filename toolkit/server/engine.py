@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
@@ -29,7 +29,7 @@ from toolkit.files.profile import EngineFacts, identity, refuse_foreign
 from toolkit.openai.answers import AnswerWriter, about_answer
 from toolkit.openai.engine_requests import EngineChat, EngineRequest, read_engine_request
 from toolkit.openai.errors import ApiError
-from toolkit.openai.requests import CHAT, COMPLETION_TOKENS, RESPONSES
+from toolkit.openai.requests import CHAT, COMPLETION_TOKENS
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingScheduler
 from toolkit.sched.policies import make_policy, refuse_unservable
@@ -48,9 +48,6 @@ from toolkit.server.stats import LATE, Stats
 from toolkit.server.status import facts_of
 from toolkit.workers.pool import Patience, ProcessWorkers
 from toolkit.workers.protocol import Workers
-
-if TYPE_CHECKING:
-    from toolkit.server.application import Application
 
 WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
@@ -97,7 +94,9 @@ class EngineBackend(ServerBackend):
     @property
     def problem(self) -> str:
         """Loading is not a problem: to the scheduler workers live until they are lost."""
-        return self.failure or ("" if self._lives else NO_WORKER)
+        if self.failure or self._lives:
+            return self.failure
+        return NO_WORKER
 
     @property
     def waiting(self) -> int:
@@ -123,11 +122,6 @@ class EngineBackend(ServerBackend):
                 "batch_ratio": stats.ratio_of(range(len(self.driver.rows))),
             },
         }
-
-    def add_routes(self, application: Application) -> None:
-        super().add_routes(application)
-        for path in (RESPONSES, f"{RESPONSES}/{{rest:path}}"):
-            application.add(path, responses, "GET", "POST", "DELETE")
 
     async def start(self) -> None:
         """Load the workers. Raises `EngineError` if one cannot load, and `ForeignError` if it has
@@ -294,12 +288,6 @@ class EngineBackend(ServerBackend):
             at = self.log.timestamp(self.driver.start_s + active.times.arrival_s)
             tokens = len(active.prompt), len(active.tokens), active.max_new_tokens
             self.log.add(active.times.line(at, tokens, active.status, active.priority))
-
-
-async def responses() -> None:
-    """Refuse the only route of OpenAI's for text that this engine lacks."""
-    text = "this engine has no /v1/responses; a recipe with engine 'vllm' serves it"
-    raise ApiError(text, status=404, code="unsupported_route")
 
 
 @contextmanager
