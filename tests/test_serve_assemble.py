@@ -4,11 +4,11 @@ import pytest
 import samples
 from said import says
 
-import toolkit.sched.policies.slice as slice_policy
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts
 from toolkit.files.tuning import Settings
+from toolkit.sched import kernels
 from toolkit.server.engine import make_scheduler, warm_up
 from toolkit.sim.world import world_from_fit
 
@@ -61,14 +61,14 @@ def test_plans_that_no_server_can_run_are_refused_by_name(
 
 def test_the_warm_up_runs_the_kernel_that_batches_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading it takes 0.3 s, in which the first requests of a server would wait."""
-    kernel = slice_policy.split_by_serving_time
+    kernel = kernels.split_by_serving_time
     pools = []
 
     def counted(*arguments: object) -> object:
         pools.append(len(arguments[0]))  # type: ignore[arg-type]
         return kernel(*arguments)
 
-    monkeypatch.setattr(slice_policy, "split_by_serving_time", counted)
+    monkeypatch.setattr(kernels, "split_by_serving_time", counted)
     warm_up(plan("slice"))
     assert pools
     assert max(pools) > 1

@@ -1,5 +1,6 @@
 """The hot arithmetic of the policies: plain arrays in, plain arrays out. numba compiles it at its
-first use, and keeps what it compiled beside this file, or in NUMBA_CACHE_DIR.
+first use, and keeps what it compiled beside this file, or in NUMBA_CACHE_DIR. To import numba takes
+half a second: so whoever calls a kernel imports this module only then.
 """
 
 from __future__ import annotations
@@ -133,8 +134,7 @@ def peak_to_come(
     held: int = 0,
 ) -> int:
     """`future_peak` of rows that hold `used` tokens each and will generate `remaining` more."""
-    keys = (np.array(remaining, dtype=np.int64) << 32) + np.array(used, dtype=np.int64)
-    keys.sort()
+    keys = np.sort((np.array(remaining, dtype=np.int64) << 32) + np.array(used, dtype=np.int64))
     return int(future_peak(keys[::-1].copy(), len(keys), padded, before, held))
 
 

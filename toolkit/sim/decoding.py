@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from toolkit.estimators.laws import BatchLaw
-from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.protocols import SwapLaw
 from toolkit.sched.queues import transfers_s
 from toolkit.sched.types import NO_LIMIT, Job, Moves
@@ -312,6 +311,8 @@ class Decoding(SimulatedWorker):
 
     def _future_peak(self, coming: Sequence[tuple[int, int]]) -> int:
         """The peak in tokens of the rows and of those `coming`: (tokens, steps left) of each."""
+        from toolkit.sched.kernels import peak_to_come
+
         held = self._steps + self._emits
         rows = [(row.key + held, row.end - self._steps) for row in self._resident.values()]
         rows += coming

@@ -12,8 +12,8 @@ repeated (`toolkit.traces.repeat`) until it lasts `LASTING` times the longest ta
 A very long trace is searched on its busiest part first; then few simulations of all of it suffice.
 
 More load is worse, but a simulation is not smooth: a load may be kept although a slightly lower one
-is not. So the answer is made monotone: loads at fixed shares of it are tried too, and it is lowered
-below any of them that is broken, or raised above any higher one that is kept.
+is not. So the answer is made monotone: loads at or near fixed shares of it are tried too, and it is
+lowered below any of them that is broken, or raised above any higher one that is kept.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import Evaluate
 
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
-BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
+BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity at which a load must be kept
 BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
 TOLERANCE_LONG = 0.02
 ABOVE = 1.05  # times the capacity: must be broken
+BESIDE = 0.5  # of the way from the capacity to a share: a load that near to the share will do
 LEAST = 0.001  # of a guess: no lower load is tried while none is kept
 GROWTH = (1.25, 2.5)  # the first and the greatest step up or down from a guess
-SHRINKS = 0.5  # of the bracket, at most, by an interpolation; else it is split next
+HALVED = 4  # each load of that number halves the bracket
 ROUNDS = 6  # times that the answer is checked and mended, at most
 WAITS = ("ttft", "e2e")  # metrics that waiting in a queue adds to
 LASTING = 50.0  # times the longest target on waiting that a trace lasts where it is judged
@@ -54,7 +55,7 @@ MOST_REPEATED = 1_000_000  # requests that a trace is repeated to, at most
 LONG = 100_000  # requests: a longer trace is searched on its busiest part first
 PART = 50_000  # requests of that part
 ROUNDS_AT_ONCE = 10  # requests for each place, where so many are served at once
-NEAR = 1.04  # the first step from a good guess
+NEAR = 1.03  # the first step from a good guess
 
 
 @dataclass(slots=True, frozen=True)
@@ -164,7 +165,7 @@ class LoadSearch:
         for _ in range(ROUNDS):
             low, high = self._narrowed(low, high)
             shares = [*self.below, ABOVE] if self.below and high is not None else self.below
-            checked = self.tried([share * low for share in shares])
+            checked = self.tried([share * low for share in shares if not self._has(share, low)])
             if broken := [point.load for point in checked if not point.kept and point.load < low]:
                 high = cap = min(broken)
                 kept = [p.load for p in self.points.values() if p.kept and p.load < high]
@@ -174,12 +175,20 @@ class LoadSearch:
                 continue
             if high is None or not self.below or ABOVE * low >= cap:
                 break
-            above = checked[-1]
-            if not above.kept or above.load <= low:
+            above = max([point.load for point in checked if point.kept], default=low)
+            if above <= low:
                 break
-            low, high = (above.load, cap) if cap < math.inf else self._bracket(above.load, step)
+            low, high = (above, cap) if cap < math.inf else self._bracket(above, step)
             assert low is not None
         return self._answer(low, high)
+
+    def _has(self, share: float, load: float) -> bool:
+        """Return whether a load beside this share of `load` was tried, with the result there."""
+        return any(
+            abs(point.load - share * load) <= BESIDE * abs(1.0 - share) * load
+            and point.kept == (share < 1.0)
+            for point in self.points.values()
+        )
 
     def _answer(self, low: float, high: float | None) -> Capacity:
         """The capacity with its points."""
@@ -213,14 +222,14 @@ class LoadSearch:
         """The same bracket, narrowed to the tolerance.
 
         The next load is where the first limit breaks by interpolation, but nearly as far from
-        both ends as the tolerance: so one more load beside a good guess ends the search. After two
-        loads that did not halve the bracket, the next one does.
+        both ends as the tolerance: so one more load beside a good guess ends the search. Every
+        fourth load halves the bracket, whatever the limits say.
         """
-        slow = 0
+        count = 0
         least = 1.0 + 0.9 * self.tolerance
         while high is not None and high > low * (1.0 + self.tolerance):
-            width = math.log(high / low)
-            load = self.crossing(low, high) if slow < 2 else math.sqrt(low * high)
+            count += 1
+            load = self.crossing(low, high) if count % HALVED else math.sqrt(low * high)
             load = self._possible(min(max(load, least * low), high / least))
             if self.whole:
                 load = min(max(load, low + 1.0), high - 1.0)
@@ -228,20 +237,27 @@ class LoadSearch:
                 break
             [point] = self.tried([load])
             low, high = (load, high) if point.kept else (low, load)
-            slow = 0 if math.log(high / low) < SHRINKS * width else slow + 1
         return low, high
 
     def crossing(self, low: float, high: float) -> float:
-        """Return the load between a kept and a broken one at which the first limit is used up, by
-        straight lines between both, of the logarithms of load and used share.
+        """Return the load between a kept and a broken one at which the first limit is used up.
+
+        Where a queue grows, what is used of a limit grows in a straight line with the load: so it
+        is the line through the two lowest broken loads. Before there are two, it is the line of the
+        logarithms from the kept load to the broken one.
         """
-        shares = [1.0]
+        broken = [load for load, point in self.points.items() if load > high and not point.kept]
+        further = self.points[min(broken, default=high)].usage
+        loads = []
         for name, above in self.points[high].usage.items():
             below = self.points[low].usage.get(name, 0.0)
-            if 0.0 < below <= 1.0 < above < math.inf:
-                shares.append(math.log(1.0 / below) / math.log(above / below))
-        share = min(shares) if len(shares) > 1 else 0.5
-        return low * math.exp(share * math.log(high / low))
+            beyond = further.get(name, 0.0)
+            if 0.0 < below <= 1.0 < above < beyond < math.inf:
+                loads.append(high - (min(broken) - high) * (above - 1.0) / (beyond - above))
+            elif 0.0 < below <= 1.0 < above < math.inf:
+                share = math.log(1.0 / below) / math.log(above / below)
+                loads.append(low * math.exp(share * math.log(high / low)))
+        return max(min(loads), low) if loads else math.sqrt(low * high)
 
     def _possible(self, load: float) -> float:
         """The nearest load that can be simulated."""
@@ -330,7 +346,10 @@ def most_rate_rps(task: Task) -> float:
 
 
 def backlog_rate_rps(task: Task, evaluate: Evaluate) -> float:
-    """Requests per second that are served where all of the trace's requests arrive at once."""
+    """Return how many requests per second are let in where all of the trace's arrive at once, from
+    the median first token to that of the 95th percentile: before, places are free, and at the end
+    none waits for them. It is at least what is served of all, and at most `GROWTH` as much.
+    """
     [workload] = task.windows
     trace = workload.trace
     waiting = replace(trace, arrival_s=np.zeros(len(trace)), priority=None)
@@ -338,7 +357,9 @@ def backlog_rate_rps(task: Task, evaluate: Evaluate) -> float:
     deployment = replace(task.deployment, admission=UNLIMITED)
     label = f"{task.label}, a backlog"
     [done] = evaluate([replace(task, deployment=deployment, windows=[backlog], label=label)])
-    return done.metrics["throughput_rps"]
+    times = done.metrics
+    let_in_rps = 0.45 * len(trace) / max(times["ttft_p95_s"] - times["ttft_p50_s"], 1e-9)
+    return float(np.clip(let_in_rps, times["throughput_rps"], GROWTH[0] * times["throughput_rps"]))
 
 
 def rate_capacity(
@@ -349,15 +370,15 @@ def rate_capacity(
     The only window of `task` is the trace to be judged. `tried` gets every rate that was tried.
     Raises `InputError` where the trace has no rate.
     """
+    search = _rate_search(task, evaluate)
     part = busiest_part(task)
-    if part is None:
-        search = _rate_search(task, evaluate)
-        backlog_rps = backlog_rate_rps(task, evaluate)
-        found = search.found(backlog_rps) if backlog_rps else None
-    else:
+    # a queue grows from that rate on, and reaches the longest target at a little more
+    guess_rps = backlog_rate_rps(part or task, evaluate) * (1.0 + 1.0 / LASTING)
+    if part is not None and guess_rps:
+        near = _rate_search(part, evaluate, below=()).found(guess_rps, NEAR)
+        guess_rps = near.load if near else 0.0
         search = _rate_search(task, evaluate, TOLERANCE_LONG, BELOW_LONG)
-        guess_rps = _part_rate_rps(part, evaluate)
-        found = search.found(guess_rps, NEAR) if guess_rps else None
+    found = search.found(guess_rps, NEAR) if guess_rps else None
     if tried is not None:
         tried += search.points.values()
     return found
@@ -386,14 +407,6 @@ def busiest_part(task: Task) -> Task | None:
     part = replace(workload, trace=busiest(trace, PART).trace)
     label = f"{task.label}, the busiest {PART:,}"
     return replace(task, windows=[part], label=label, own_rps=own_rate_rps(task))
-
-
-def _part_rate_rps(part: Task, evaluate: Evaluate) -> float | None:
-    """A rate near the capacity of a part of the trace; None where none was found."""
-    search = _rate_search(part, evaluate, TOLERANCE, ())
-    backlog_rps = backlog_rate_rps(part, evaluate)
-    found = search.found(backlog_rps) if backlog_rps else None
-    return found.load if found else None
 
 
 def _rate_search(

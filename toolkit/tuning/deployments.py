@@ -217,13 +217,13 @@ def capacity_of(
     task = whole_task(deployment, trace)
     tried: list[LoadPoint] = []
     rate = rate_capacity(task, evaluate, tried)
-    at_once = None
-    if concurrency:
-        at_once = concurrency_capacity(task, evaluate, rate)
+    at_once = concurrency_capacity(task, evaluate, rate) if concurrency else None
     needed = None
     if rate_rps is not None:
         guess = rate_rps / rate.load * deployment.workers if rate else 1.0
-        broken = [deployment.workers] if _breaks(tried, rate_rps) else []
+        # more load is worse
+        breaks = any(point.load <= rate_rps and not point.kept for point in tried)
+        broken = [deployment.workers] if breaks else []
         needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate, broken)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
     interval = _interval(deployment, trace, evaluate, rate) if rate else None
@@ -288,11 +288,6 @@ def cost_of(deployment: Deployment, rate: Capacity, trace: Trace) -> Cost | None
             "usd_per_million_out": 1e6 * usd_per_s * out_s,
         }
     )
-
-
-def _breaks(tried: Sequence[LoadPoint], rate_rps: float) -> bool:
-    """Whether this rate, or a lower one, was tried and breaks a limit: more load is worse."""
-    return any(point.load <= rate_rps and not point.kept for point in tried)
 
 
 def concurrency_capacity(task: Task, evaluate: Evaluate, rate: Capacity | None) -> Capacity | None:

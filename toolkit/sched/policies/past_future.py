@@ -23,7 +23,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from toolkit.sched.kernels import admit_past_future, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import parameter, policy
@@ -75,6 +74,8 @@ class PastFuturePolicy(ContinuousPolicy):
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """Algorithm 1: candidates enter while M* stays below the limit."""
+        from toolkit.sched.kernels import admit_past_future
+
         running = worker.running.table()
         waiting: list[int] = []
         for job in candidates:
@@ -106,6 +107,8 @@ class PastFutureOracle(ContinuousPolicy):
         return footprint.taken_with(job.length) < worker.capacity_tokens
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        from toolkit.sched.kernels import peaks_to_come
+
         running = worker.running
         rows: list[int] = []
         for job in running.jobs:

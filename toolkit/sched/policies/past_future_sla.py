@@ -16,7 +16,6 @@ import math
 from collections.abc import Sequence
 from operator import add
 
-from toolkit.sched.kernels import peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.past_future import PastFuturePolicy
@@ -90,6 +89,8 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         padded = law.padded
         now_s = view.now_s
         expected = view.finished.mean()
+        from toolkit.sched.kernels import peaks_to_come
+
         running = worker.running
         used: list[int] = []  # of running rows, then also of those that enter
         ahead: list[int] = []  # tokens used and remaining, in turn, of running rows and candidates

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import View, WorkerFigure
 
@@ -151,6 +150,8 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
         first = held + count * fresh
     if not used:
         return first
+    from toolkit.sched.kernels import peak_to_come
+
     return max(first, peak_to_come(used, remaining, worker.padded, count, held))
 
 

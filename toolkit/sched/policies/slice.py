@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.queues import static_pass
@@ -78,6 +77,8 @@ class SlicePolicy(Policy):
         """Algorithm 1 over `pool`, by the laws of `worker`. The batches are not assigned yet."""
         if len(pool) == 1:
             return [self._alone(pool[0], worker)]
+        from toolkit.sched.kernels import split_by_serving_time
+
         lengths = np.fromiter((job.length for job in pool), np.int64, len(pool))
         order = np.argsort(lengths, kind="stable")
         lengths = lengths[order]

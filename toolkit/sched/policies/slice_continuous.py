@@ -20,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, parameter, policy
@@ -98,6 +97,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """Candidates enter while the peak until all slices' ends fits."""
+        from toolkit.sched.kernels import peaks_to_come
+
         slices = self._slices(worker)
         steps = worker.running.steps
         rows: list[int] = []
@@ -147,6 +148,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         free: list[int],
     ) -> list[Job]:
         """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
+        from toolkit.sched.kernels import peak_to_come
+
         steps = worker.running.steps
         source = worker.index
         target = source
