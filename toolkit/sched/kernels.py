@@ -1,6 +1,6 @@
 """The hot arithmetic of the policies: plain arrays in, plain arrays out. numba compiles it at its
-first use, and keeps what it compiled beside this file, or in NUMBA_CACHE_DIR. To import numba takes
-half a second: so whoever calls a kernel imports this module only then.
+first use, and keeps what it compiled beside this file, or in NUMBA_CACHE_DIR. Its
+import takes half a second, so callers import this module where they call a kernel.
 """
 
 from __future__ import annotations
