@@ -10,13 +10,12 @@ of its own, so that it is legible on any page. The charts are made as those of `
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 
-from toolkit import api
-from toolkit.report.parts import ChartSeries, bars, chart
+from toolkit.report.parts import ChartSeries, chart
 
 HERE = Path(__file__).parent / "pictures"
 STYLE = """\
@@ -169,24 +168,8 @@ def predicted() -> str:
     return charted(drawn, "Goodput over load: measured runs, and what was predicted before them")
 
 
-def routers() -> str:
-    """TTFT of one trace under four routers."""
-    experiment = api.open_experiment(
-        "bursty-small",
-        "llama-3.1-8b-a100-80gb",
-        rate_rps=20,
-        workers=4,
-        capacity_tokens=12_000,
-    )
-    found: Mapping[str, float] = {
-        router: experiment.run("past-future", router=router).metrics({})["ttft_p99_s"]
-        for router in ("round-robin", "least-loaded", "max-min", "future-memory")
-    }
-    return charted(bars(found, " s"), "p99 of the time to the first token under four routers")
-
-
 def main() -> None:
-    for draw in (pipeline, request, predicted, routers):
+    for draw in (pipeline, request, predicted):
         path = HERE / f"{draw.__name__}.svg"
         path.write_text(draw(), encoding="utf-8")
         print(f"wrote {path}")

@@ -7,7 +7,7 @@ import pytest
 from commands import printed, ran, refused
 from said import says
 
-from toolkit.deploy.doctor import Check, check_engines, check_machine, check_recipe
+from toolkit.deploy.doctor import Check, check_machine, check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
@@ -151,21 +151,6 @@ def test_the_device_is_described(tmp_path, devices, status, part):
     check = next(check for check in check_machine(devices, tmp_path) if check.name == "device")
     assert check.status == status
     assert part in check.found
-
-
-@pytest.mark.slow
-def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(capsys, monkeypatch):
-    monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: ONE_H200)
-    checks = printed(capsys, "doctor")["checks"]
-    notes = {check["name"]: check["found"] for check in checks}
-    assert "vLLM" in notes["engine"]
-    assert "llama-3.1-8b-h200" in notes["engine"].split(": ")[1].split(", ")
-    assert "transformers" not in notes["engine"]
-    assert "a100" not in notes["engine"]
-
-
-def test_a_machine_without_gpus_gets_no_recipe_for_one():
-    assert check_engines(CPU_ONLY) == []
 
 
 @pytest.mark.parametrize("beside", ["", "0.32.0", "0.1.0"])

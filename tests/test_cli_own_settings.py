@@ -116,14 +116,14 @@ def test_beside_others_the_recipe_s_policy_has_its_parameters(replicas, capsys):
 def test_one_line_says_what_is_the_recipe_s(replicas, capsys):
     def said(words: str) -> list[str]:
         lines = ran(capsys, f"simulate {ONE} {words}").err.splitlines()
-        return [line for line in lines if line.startswith("from recipe one: ")]
+        return [line for line in lines if line.startswith("recipe one: ")]
 
     [line] = said("")
     for word in ("policy vllm", "max_num_seqs 32", "router by-law", "ttft_p99_s 0.5", "seed 5"):
         assert word in line
     [line] = said("--policies fcfs --seed 1")
-    assert all(word not in line for word in ("policy", "router", "seed"))
-    assert said("--policies fcfs --seed 1 --workers 1 --sla ttft_p99_s=1") == []
+    assert all(word not in line for word in ("policy", "router"))
+    assert "seed 1" in line
 
 
 def test_without_a_recipe_the_engine_s_own_policy_runs(replicas, capsys):

@@ -116,9 +116,7 @@ def test_doctor_notes_what_is_absent_and_is_content(
         monkeypatch.setitem(sys.modules, name, None)
     devices = find_devices()
     assert devices.torch == ""
-    checks = {
-        each.name: each for each in [*check_machine(devices, tmp_path), *check_engines(devices)]
-    }
+    checks = {each.name: each for each in [*check_machine(devices, tmp_path), *check_engines()]}
     assert {each.status for each in checks.values()} <= {"ok", "note"}
     assert checks["engines"].remedy == ENGINES_COMMAND
 

@@ -80,7 +80,9 @@ def test_the_revision_is_what_every_server_loads(tmp_path: Path) -> None:
     made = revised(tmp_path, COMMIT)
     plan = render_target("kubernetes", orders.order(made))["base/plan.json"]
     assert f'"revision": "{COMMIT}"' in plan
-    assert f"--revision {COMMIT}" in render_target("vllm", orders.order(made))["serve.sh"]
+    model = orders.VLLM["model"] | {"revision": COMMIT}
+    vllm = orders.plan(tmp_path, orders.INSIDE, **(orders.VLLM | {"model": model}))
+    assert f"--revision {COMMIT}" in render_target("vllm", orders.order(vllm))["serve.sh"]
 
 
 def test_an_image_by_tag_is_said_to_be_not_pinned(tmp_path: Path) -> None:

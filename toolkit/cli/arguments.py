@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -323,6 +324,24 @@ def names_in(option: str, listed: str | None) -> list[str] | None:
         hint = "leave the option out for the default"
         raise InputError(f"{option} '{listed}': the list is empty", hint)
     return names
+
+
+def numbers_in(option: str, listed: str | None, most: float, example: str) -> list[float]:
+    """Return the numbers of a list with commas; none where the option is not given. Raises
+    InputError for words that are no number above 0 and below `most`.
+    """
+    found = []
+    for word in names_in(option, listed) or []:
+        try:
+            found.append(float(word))
+        except ValueError:
+            found.append(0.0)
+        if not 0.0 < found[-1] < most:
+            limit = "" if most == math.inf else f" and below {most:,.0f}"
+            raise InputError(
+                f"{option} {word}: not a number above 0{limit}", f"for example {example}"
+            )
+    return found
 
 
 def refuse_useless(

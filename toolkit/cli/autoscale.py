@@ -14,6 +14,7 @@ from toolkit.cli.arguments import (
     command_of,
     keep_inputs,
     names_in,
+    numbers_in,
     option,
 )
 from toolkit.cli.basis import note_trace, plain
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 USUAL_RULES = ("by-law", "hpa", "keda", "saturation", "tokens", "planner")
 POINTS = 288  # of a curve: each five minutes of a day
+DAY_S = 86_400.0
 
 _fleet = partial(option, rich_help_panel="The fleet")
 
@@ -172,7 +174,8 @@ def _spec(args: AutoscaleOptions, recipe: Recipe) -> ScaleSpec:
     spec = recipe.scale or ScaleSpec()
     changed: dict[str, object] = {}
     if args.start_s is not None:
-        changed |= {"start_s": _seconds(args.start_s), "warm_start_s": []}
+        times_s = numbers_in("--start-s", args.start_s, DAY_S, "95,110,130")
+        changed |= {"start_s": times_s, "warm_start_s": []}
     for name, value in (("min", args.least), ("max", args.most)):
         if value is not None:
             changed[name] = value
@@ -188,22 +191,6 @@ def _spec(args: AutoscaleOptions, recipe: Recipe) -> ScaleSpec:
             "measure it, and give --start-s 95,110,130 or scale.start_s; 60 to 480 s are common",
         )
     return spec
-
-
-def _seconds(words: str) -> list[float]:
-    """Return the numbers of --start-s. Raises InputError for others."""
-    found = []
-    for word in names_in("--start-s", words) or []:
-        try:
-            found.append(float(word))
-        except ValueError:
-            found.append(0.0)
-        if not 0.0 < found[-1] < 86_400.0:
-            raise InputError(
-                f"--start-s {word}: it is seconds, above 0 and below a day",
-                "for example 95,110,130",
-            )
-    return found
 
 
 def _trace(scenario: Scenario, spec: ScaleSpec) -> Trace:

@@ -19,6 +19,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import note_trace, plan_address, warn
 from toolkit.cli.output import emit, note, progress, show
 from toolkit.cli.scenario import Scenario
+from toolkit.cli.settings import LOCAL
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.bench import BENCH, NOT_SERVERS, BenchReport, took_text
 from toolkit.files.io import check_writable, read_file, write_file
@@ -26,7 +27,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.tuning import Tuning
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
 from toolkit.report.parts import Sheet
-from toolkit.report.rows import bench_tables
+from toolkit.report.rows import bench_notes, bench_tables
 from toolkit.report.steps import typed
 from toolkit.units import bracketed, number
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from toolkit.bench.session import ReplaySetup, RequestSettings
     from toolkit.traces.types import Trace
 
-LOCAL = "http://127.0.0.1:8000"
 # No thread draws it beside the replay: one that holds Python's lock would stop the client.
 alone = partial(progress, alone=True)
 
@@ -167,7 +167,7 @@ def bench(args: BenchOptions) -> None:
         if written:
             write_file(result, written)
         emit(args.as_json, result, lambda: _show(result))
-        _print_notes(result)
+        note(*bench_notes(result))
         if written:
             note(f"wrote {written}")
         if args.plan:
@@ -254,26 +254,3 @@ def _show(result: BenchReport) -> None:
         heading = f"{NOT_SERVERS}: the client was late"
     caption = f"{heading}{bracketed(result.changes)}"
     show(Sheet("bench", "", tables=bench_tables(result, caption)))
-
-
-def _print_notes(result: BenchReport) -> None:
-    """Print what a reader must know before trusting the table."""
-    if result.warmup and result.replay_slowdown:
-        before = f"{result.warmup.slowdown:.2f}"
-        note(f"during the replay {took_text(result.replay_slowdown)}; in the warm-up {before}")
-    if result.cache is not None:
-        note(result.cache.text())
-    if result.interrupted:
-        answered = f"{result.answered:,} of {result.requests:,} requests were answered"
-        note(f"interrupted: {answered}, and are reported")
-    for reason, count in result.failures.items():
-        note(f"{count:,} requests failed: {reason}")
-    if result.refused:
-        missed = ": attainment and goodput count them as missed" if result.sla else ""
-        prediction = "; the prediction serves every request" if result.predicted.metrics else ""
-        refused = f"{result.refused:,} of {result.requests:,} requests were refused for load"
-        note(f"{refused}{missed}{prediction}")
-    if result.wrong_length:
-        note(f"{result.wrong_length:,} outputs had another length than in the trace")
-    if result.client:
-        note(result.client.text())

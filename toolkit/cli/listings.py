@@ -38,7 +38,7 @@ def doctor(
     loaded = open_recipe(recipe) if recipe else None
     devices = find_devices()
     checks = check_machine(devices, Path.cwd())
-    checks += check_recipe(loaded, devices) if loaded else check_engines(devices)
+    checks += check_recipe(loaded, devices) if loaded else check_engines()
     absent = [check.name for check in checks if check.status == "missing"]
 
     def show() -> None:
@@ -48,12 +48,8 @@ def doctor(
         ]
         table(["check", "", "found"], rows)
         subject = f"recipe {loaded.name}" if loaded else "this machine"
-        if not absent:
-            print(f"{subject}: ready" + (" to be used on this machine" if loaded else ""))
-        elif loaded:
-            paragraph(f"{subject}: valid; missing on this machine: {', '.join(absent)}")
-        else:
-            print(f"{subject}: missing: {', '.join(absent)}")
+        state = f"missing: {', '.join(absent)}" if absent else "ready"
+        paragraph(f"{subject}: {state}")
 
     result = {"recipe": loaded.name if loaded else None, "usable": not absent, "checks": checks}
     emit(as_json, result, show)

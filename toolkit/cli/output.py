@@ -6,13 +6,11 @@ for reading, and nowhere else: the files keep every digit.
 
 from __future__ import annotations
 
-import codecs
 import io
 import json
 import shutil
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from textwrap import TextWrapper, fill
@@ -34,34 +32,15 @@ serve your traffic best, and start exactly that."""
 WIDTH = 80
 TEXT_ROOM = 24  # width that a column of text needs to be readable; longer text wraps
 JUSTIFY = {"<": "left", ">": "right", "^": "center"}
-NEAREST = {
-    "\N{FULL BLOCK}": "#",
-    "\N{EN DASH}": "-",
-    "\N{EM DASH}": "-",
-    "\N{MULTIPLICATION SIGN}": "x",
-}
 
 
 def show_any_text() -> None:
-    """Make stdout replace each character that it cannot encode, where Python would raise an error.
-
-    An ASCII stdout (`LC_ALL=C` without UTF-8 mode, `PYTHONIOENCODING=ascii`) shows the nearest
-    ASCII text, or '?'. A UTF-8 stdout replaces the bytes of file names that are not UTF-8.
+    """Make stdout print '?' for each character that it cannot encode, where Python would raise an
+    error: an ASCII stdout, and names of files that are not UTF-8.
     """
-
-    def nearest(error: UnicodeError) -> tuple[str, int]:
-        if not isinstance(error, UnicodeEncodeError):
-            raise error
-        found = []
-        for one in error.object[error.start : error.end]:
-            plain = unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode()
-            found.append(NEAREST.get(one) or plain or "?")
-        return "".join(found), error.end
-
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.errors in ("strict", "surrogateescape"):
-        codecs.register_error("llmctl-nearest", nearest)
-        out.reconfigure(errors="llmctl-nearest")
+        out.reconfigure(errors="replace")
 
 
 def shows_unicode() -> bool:

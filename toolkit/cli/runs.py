@@ -185,26 +185,18 @@ def _own_parameters(
 def _note_recipe(
     scenario: Scenario, front: Mapping[str, Value], own: Mapping[str, Value] | None
 ) -> None:
-    """Print in one line what was taken from the recipe, where no option replaces it."""
+    """Print in one line what the recipe and the options say."""
     recipe = scenario.recipe
     if recipe is None or scenario.tuning:
         return
-    flags = {name.rpartition(".")[2]: value for name, value in (own or {}).items()}
-    router = front.get("replica_router")
-    said = {
-        "policy": own is not None and f"policy {own_policy(scenario)}{bracketed(words(flags))}",
-        "router": router and f"router {router}",
-        "sla": f"targets {words(recipe.sla)}" if recipe.sla else "no targets",
-        "workers": counted(scenario.workers, "worker"),
-        "seed": f"seed {scenario.seed}",
-    }
-    taken = [text for key, text in said.items() if text and not _given(scenario, key)]
-    if taken:
-        note(f"from recipe {recipe.name}: {'; '.join(map(str, taken))}")
-
-
-def _given(scenario: Scenario, option: str) -> bool:
-    return getattr(scenario.options, option, None) not in (None, [])
+    said = [counted(scenario.workers, "worker"), f"seed {scenario.seed}"]
+    said.append(f"targets {words(scenario.targets)}" if scenario.targets else "no targets")
+    if own is not None:
+        flags = {name.rpartition(".")[2]: value for name, value in own.items()}
+        said.insert(0, f"policy {own_policy(scenario)}{bracketed(words(flags))}")
+    if "replica_router" in front:
+        said.append(f"router {front['replica_router']}")
+    note(f"recipe {recipe.name}: {'; '.join(said)}")
 
 
 def run_of(scenario: Scenario, trace: Trace, contender: Contender) -> PolicyRun:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
@@ -310,24 +310,18 @@ def _replica_source(args: ServeOptions) -> Watched[list[str]] | None:
     return listed_replicas(args.replicas or "")
 
 
-class Announcement:
+class Announcement(ExitStack):
     """Prints that a server is ready, tells its service manager, and keeps the key of its settings
-    for `llmctl set` meanwhile.
+    for `llmctl set` until it is closed.
     """
 
     def __init__(self, file: Path, plan: Plan, options: ServerOptions, *, as_json: bool) -> None:
+        super().__init__()
         self._was_ready = False
         self._as_json = as_json
         self._file = file
         self._plan = plan
         self._options = options
-        self._kept = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._kept.close()
 
     def __call__(self, url: str) -> None:
         """Say that the server at `url` is ready."""
@@ -337,7 +331,7 @@ class Announcement:
         options = self._options
         if options.control_key:
             try:
-                self._kept.enter_context(kept_key(url, options.control_key))
+                self.enter_context(kept_key(url, options.control_key))
             except OSError as error:
                 note(f"llmctl set will need {CONTROL_KEY_VARIABLE}: {error}")
         options.manager.tell("READY=1")

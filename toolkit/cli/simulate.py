@@ -7,7 +7,7 @@ makes the runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, replace
 
 import typer
@@ -19,12 +19,12 @@ from toolkit.cli.arguments import (
     ScenarioOptions,
     command_of,
     names_in,
+    numbers_in,
     option,
 )
 from toolkit.cli.basis import note_rest, note_scaling, plain, sharing_notes
 from toolkit.cli.output import emit, note, show
 from toolkit.cli.scenario import Scenario
-from toolkit.errors import InputError
 from toolkit.interrupts import EXIT_CODE, held
 
 
@@ -82,7 +82,8 @@ def command(args: SimulateOptions) -> None:
 
     named = names_in("--policies", args.policies) or []
     routers = names_in("--routers", args.routers) or []
-    rates = _rates(args.rates)
+    given = ",".join(args.rates) if args.rates else None
+    rates = sorted(set(numbers_in("--rate", given, math.inf, "5,10,20")))
     scenario = Scenario.open(replace(args, rate=rates[0] if rates else None))
     trace = scenario.fitted_trace()
     note_scaling(trace)
@@ -122,14 +123,3 @@ def command(args: SimulateOptions) -> None:
         note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
         raise typer.Exit(EXIT_CODE)
     scenario.note_tuning()
-
-
-def _rates(given: Sequence[str] | None) -> list[float]:
-    rates = []
-    for word in names_in("--rate", ",".join(given) if given else None) or []:
-        try:
-            rates.append(float(word))
-        except ValueError:
-            found = f"--rate {word}: not a number of requests per second"
-            raise InputError(found, "for example 5,10,20") from None
-    return sorted(set(rates))

@@ -7,13 +7,13 @@ rule of a plan, with the source of each value as the plan explains it. A plan wi
 scaled by its queue (`of_queue`).
 
 The queue at which first tokens come too late is no threshold: admission refuses requests there, so
-the queue stays below it, and a new replica serves only after its load. So the threshold is half of
-that queue, and the query adds what the queue grows by until another replica has loaded, at the
-speed of the last minutes. Where loading was not measured, the query has the queue alone.
+the queue stays below it. So the threshold is half of that queue. Rule `by-law` also knows what
+comes while a replica loads; `llmctl autoscale` compares both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,8 +36,6 @@ from toolkit.scaling.tokens import TokensRule
 from toolkit.sched.policies.parameters import parameters
 
 POLL_S = 15  # how often KEDA asks Prometheus
-SCRAPE_S = 15  # how often Prometheus asks the pods
-SPEED = "[2m]"  # of the queue's growth: eight scrapes
 BURST_S = 30  # one burst of requests does not scale
 IDLE_S = 300  # for which the queue must call for fewer replicas: Kubernetes' default
 # Rules that a cluster runs in an autoscaler of its own: which one, and what is set there.
@@ -145,7 +143,7 @@ class Pods:
 
 def of_queue(
     pods: Pods,
-    load: Sourced[int | None],
+    load_s: float | None,
     breaking: Sourced[int | None],
     waiting: str,
     grace_s: int,
@@ -153,21 +151,20 @@ def of_queue(
     """Return the autoscaler by the requests that wait.
 
     Args:
-        load: seconds that one of the pods loads (`reckon.load_s`).
+        load_s: seconds that one of the pods loads; None: it was not measured.
         breaking: requests that may wait for one pod; more break the TTFT target. None with the
             reason: no queue tells, and nothing scales.
         waiting: the metric of requests that wait.
         grace_s: seconds that a pod has for its end.
     """
     fewest = pods.count.value
-    ready = _ready_s(load)
-    up_s = min(ready.value or MIN_MEASURED_STARTUP_S, MAX_PERIOD_S)
+    up_s = min(math.ceil(load_s or MIN_MEASURED_STARTUP_S), MAX_PERIOD_S)
     behaviour = Behaviour(
         up_window_s=BURST_S,
         up_pods=0,
         up_percent=100,
         up_period_s=up_s,
-        down_window_s=min(max(IDLE_S, 2 * (ready.value or 0)), MAX_WINDOW_S),
+        down_window_s=min(max(IDLE_S, 2 * math.ceil(load_s or 0)), MAX_WINDOW_S),
         down_pods=1,
         down_percent=0,
         down_period_s=min(max(grace_s, 60), MAX_PERIOD_S),
@@ -183,9 +180,9 @@ def of_queue(
     most = Sourced(fewest, "nothing scales")
     if threshold.value is not None:
         most = Sourced(2 * fewest, "twice the replicas; change it here")
-        about = f"the queue, and what it grows by until another replica serves: {ready.source}"
-        query = _growing(pods.series(waiting), ready.value)
-        triggers = (Trigger(query, about, Sourced(str(threshold.value), threshold.source)),)
+        query = f"sum({pods.series(waiting)})"
+        limit = Sourced(str(threshold.value), threshold.source)
+        triggers = (Trigger(query, "the queue", limit),)
     poll_s = Sourced(POLL_S, "Kubernetes' own interval")
     up, down = _directions(behaviour, why, most.value)
     return Autoscaling(pods.count, most, poll_s, up, down, triggers)
@@ -200,26 +197,6 @@ def _half(breaking: Sourced[int | None]) -> Sourced[int | None]:
         return Sourced(None, f"{breaking.source}; {why}")
     why = f"half of {breaking.value}, at which admission already refuses requests"
     return Sourced(breaking.value // 2, f"{why}: {breaking.source}")
-
-
-def _ready_s(load: Sourced[int | None]) -> Sourced[int | None]:
-    """Return the seconds from a queue's growth until another pod serves; None: loading is not
-    measured.
-    """
-    if load.value is None:
-        return load
-    seen_s = POLL_S + SCRAPE_S
-    source = f"{load.source}, and {seen_s} s until Prometheus and KEDA see the queue"
-    return Sourced(load.value + seen_s, f"{source}; without a download")
-
-
-def _growing(waiting: str, ready_s: int | None) -> str:
-    """Return the query of a queue, with its growth in the time until another pod is ready."""
-    now = f"sum({waiting})"
-    if ready_s is None:
-        return now
-    # A queue without two scrapes has no speed.
-    return f"{now} + {ready_s} * (clamp_min(sum(deriv({waiting}{SPEED})), 0) or vector(0))"
 
 
 def of_rule(plan: Plan, pods: Pods) -> Autoscaling:

@@ -26,7 +26,6 @@ from toolkit.extras import absent, install
 from toolkit.files.io import usable_cpus
 from toolkit.files.modelled import classes_of
 from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
-from toolkit.files.shipped import load_recipe, shipped_recipes
 from toolkit.units import GIB, MIB, size
 
 SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
@@ -37,26 +36,14 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     memory = psutil.virtual_memory()
     free_memory = f"memory {size(memory.total)}, {size(memory.available)} free"
     processor = Check("cpu", "ok", f"{usable_cpus()} CPUs usable; {free_memory}")
-    existing, free = _writable(work_folder)
-    if free is None:
+    existing = next(
+        path for path in (work_folder, *work_folder.absolute().parents) if path.exists()
+    )
+    disk = Check("disk", "ok", f"{size(shutil.disk_usage(existing).free)} free in {existing}")
+    if not os.access(existing, os.W_OK):
         remedy = "run from a folder of yours, or use --out"
         disk = Check("disk", "missing", f"{existing} cannot be written", remedy)
-    else:
-        disk = Check("disk", "ok", f"{size(free)} free in {existing}")
-    cache = model_cache()
-    remedy = "set HF_HOME to a folder that can be written"
-    models = Check("model cache", "note", f"{cache} cannot be written", remedy)
-    _, free = _writable(cache)
-    if free is not None:
-        models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
-    return [_check_devices(devices), processor, disk, models]
-
-
-def model_cache() -> Path:
-    """The folder of downloaded models."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
+    return [_check_devices(devices), processor, disk]
 
 
 def _check_devices(devices: Devices) -> Check:
@@ -79,13 +66,6 @@ def _check_devices(devices: Devices) -> Check:
     return Check("device", "ok", f"CPU only; {build}")
 
 
-def _writable(folder: Path) -> tuple[Path, int | None]:
-    """The folder or its nearest parent that exists, and its free bytes; None: no right to write."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    return existing, free if os.access(existing, os.W_OK) else None
-
-
 def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
     """The checks of a recipe on this machine.
 
@@ -99,26 +79,8 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
     return [*checks, *backend_of(recipe.engine.name).check(recipe)]
 
 
-def check_engines(devices: Devices) -> list[Check]:
-    """Return a note with the recipes for vLLM on the GPUs here, and one where the libraries of our
-    own engines are not installed.
-    """
-    shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
-    names = [
-        one.name
-        for one in shipped
-        if one.engine.name == "vllm"
-        and one.hardware.device == "cuda"
-        and any(_is_wanted(gpu, one.hardware) for gpu in devices.gpus)
-    ]
-    text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-    remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
-    notes = [Check("engine", "note", text, remedy)] if names else []
-    return [*_without_engines(), *notes]
-
-
-def _without_engines() -> list[Check]:
-    """A note where torch or transformers is not installed, which our own engines need."""
+def check_engines() -> list[Check]:
+    """Return a note where torch or transformers is not installed, which our own engines need."""
     lacking = absent(MODEL_LIBRARIES)
     if not lacking:
         return []
@@ -215,6 +177,7 @@ def _check_model(model: ModelSpec) -> Check:
         remedy = "to serve text, fetch its tokenizer, or set tokenizer: bytes"
         return Check("model", "note", found, remedy)
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     config = try_to_load_from_cache(model.source, "config.json", revision=model.revision)
     if isinstance(config, str) and not _folder_problem(Path(config).parent, model):
@@ -223,7 +186,7 @@ def _check_model(model: ModelSpec) -> Check:
     if model.weight_bytes and model.load_format == "auto":
         weights = f", {size(model.weight_bytes)}"
     revision = f" --revision {model.revision}" if model.revision else ""
-    found = f"{model.source}: not in {model_cache()}; from the hub{weights}"
+    found = f"{model.source}: not in {HF_HUB_CACHE}; from the hub{weights}"
     remedy = f"fetch it once with: hf download {model.source}{revision}"
     return Check("model", "missing", found, remedy)
 

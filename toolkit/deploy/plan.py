@@ -14,7 +14,7 @@ from pathlib import Path
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.fit import Fit, LatencyFit
+from toolkit.files.fit import Fit
 from toolkit.files.io import head
 from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import PREDICTED, Explanation, Plan, PlannedWorkload
@@ -31,7 +31,6 @@ from toolkit.files.tuning import (
     broken,
     judged_limits,
 )
-from toolkit.laws.passes import HeldOutError
 from toolkit.routing.routers import ROUTERS, TARGETS, router_of
 from toolkit.scaling.behaviour import Behaviour
 from toolkit.scaling.rules import RULES, make_behaviour, make_rule
@@ -191,7 +190,7 @@ def make_plan(
         workers=recipe.workers,
         settings=settings,
         outcome=choice.outcome,
-        explained=explained | _explain(recipe, fit, settings, choice),
+        explained=explained | _explain(recipe, settings, choice),
         workload=workload,
     )
 
@@ -311,16 +310,16 @@ def _trial(tuning: Tuning) -> str:
     return f"trial {tried.index(settings)}" if settings in tried else "the best"
 
 
-def _explain(recipe: Recipe, fit: Fit, settings: Settings, choice: Choice) -> Explained:
-    """Explain each value of the plan: policy, parameters, laws, predictions, the router before
-    replicas.
+def _explain(recipe: Recipe, settings: Settings, choice: Choice) -> Explained:
+    """Explain each value of the plan: policy, parameters, predictions, the model's revision, the
+    router before replicas.
     """
     source = "recipe; the fit was measured with the same number"
     explained = _explain_policy(settings, choice.source, choice.sources)
     limits = judged_limits(recipe, choice.outcome)
     explained[LIMITS] = _explain_limits(limits, choice.predicted_on)
     explained["workers"] = _explanation(recipe.workers, source)
-    explained |= _explain_laws(recipe, fit)
+    explained |= _explain_revision(recipe)
     for name, metric in choice.outcome.metrics.items():
         explained[PREDICTED + name] = _explanation(metric, choice.predicted_on)
     router = settings.replica_router
@@ -396,44 +395,17 @@ def _explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
     return _explanation(f"{kept} of {len(limits)} kept", source)
 
 
-def _explain_laws(recipe: Recipe, fit: Fit) -> Explained:
-    """Explain the laws of a fit, and which revision of the model the hub gives."""
+def _explain_revision(recipe: Recipe) -> Explained:
+    """Explain which revision of the model the hub gives; empty for a model that is no hub's."""
     model = recipe.model
-    overhead = f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}"
-    budget = fit.engine.kv_budget_bytes
-    per_token = fit.engine.kv_bytes_per_token
-    capacity = f"the engine's own count, {budget} bytes of {per_token} per token"
-    memory = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}"
-    paper = "SCLS Eq. 9"
-    if fit.memory.form == "rules":
-        memory = f"{len(fit.memory.rules)} rules"
-        paper = "SCLS Algorithm 2"
-    slices = f"whole slices on all workers; {_error(fit.overhead.error)}"
-    explained = {
-        "prefill law": _explain_law(fit.prefill),
-        "decode law": _explain_law(fit.decode),
-        "overhead": _explanation(overhead, slices),
-        "memory law": _explanation(memory, f"probed largest batches ({paper})"),
-        "capacity_tokens": _explanation(fit.memory.capacity_tokens, capacity),
-    }
+    if not model.from_hub:
+        return {}
     source = "recipe: model.revision"
     if not model.pinned:
         which = f"{source} is not a commit: it" if model.revision else "the recipe names none: that"
         remedy = "name the commit's 40 digits as model.revision"
         source = f"NOT PINNED: {which} may be another one at each load; {remedy}"
-    if model.from_hub:
-        explained["model revision"] = _explanation(model.revision or "the hub's newest", source)
-    return explained
-
-
-def _explain_law(law: LatencyFit) -> Explanation:
-    valid = f"valid to batch {law.valid.rows_max}, length {law.valid.length_max}"
-    source = f"fit; {_error(law.error)}; {valid}"
-    return _explanation(law.law.form, source)
-
-
-def _error(error: HeldOutError) -> str:
-    return f"median error {error.median_percent:.1f} % on {error.points} held-out points"
+    return {"model revision": _explanation(model.revision or "the hub's newest", source)}
 
 
 def _explanation(value: ParameterValue, source: str) -> Explanation:

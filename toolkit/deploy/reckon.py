@@ -150,15 +150,6 @@ def startup_s(order: Order) -> Sourced[int]:
     return Sourced(60 * math.ceil(bound / 60), source)
 
 
-def load_s(order: Order) -> Sourced[int | None]:
-    """Return the seconds that loading took where the profile was measured, else None."""
-    measured = order.plan.fit.engine.load_s
-    if measured is None:
-        why = "the time of loading was not measured: `llmctl profile` and `llmctl fit` measure it"
-        return Sourced(None, why)
-    return Sourced(math.ceil(measured), f"fit: loading took {measured:g} s")
-
-
 def weight_bytes(plan: Plan) -> int | None:
     """Return the bytes of the weights on all GPUs of a worker; None where not known."""
     model = plan.recipe.model

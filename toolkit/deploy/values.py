@@ -183,18 +183,14 @@ class Values:
             return Sourced(limit, source)
         group = self.recipe.engine.tensor_parallel_size
         swap = self.plan.fit.swap
-        weights = self.recipe.model.weight_bytes or 0
-        sizes = {
-            "MiB of swapped caches": swap.host_bytes if swap else 0,
-            f"MiB of weights in {group - 1} other processes while they load": (group - 1) * weights,
-            "MiB of /dev/shm": self.shared_gib * GIB if group > 1 else 0,
-        }
-        parts = [(math.ceil(size / MIB), name) for name, size in sizes.items() if size]
-        if parts:
-            extra = " + ".join(f"{size:,} {name}" for size, name in parts)
-            source += f", and for each worker {extra}"
-        workers = self.plan.recipe.workers
-        return Sourced(limit + workers * sum(size for size, _ in parts), source)
+        extra = (group - 1) * (self.recipe.model.weight_bytes or 0)
+        extra += swap.host_bytes if swap else 0
+        extra += self.shared_gib * GIB if group > 1 else 0
+        each = math.ceil(extra / MIB)
+        if each:
+            what = "swapped caches, /dev/shm, and weights in all processes while they load"
+            source += f", and {each:,} MiB for each worker: {what}"
+        return Sourced(limit + self.plan.recipe.workers * each, source)
 
     @cached_property
     def devices(self) -> list[str]:
@@ -394,8 +390,8 @@ class Values:
         pods = Pods(self.count, own, front)
         if self.plan.settings.scaling is not None:
             return of_rule(self.plan, pods)
-        load = reckon.load_s(self.order)
-        return of_queue(pods, load, self.threshold, waiting, self.grace.value)
+        load_s = self.plan.fit.engine.load_s
+        return of_queue(pods, load_s, self.threshold, waiting, self.grace.value)
 
     @cached_property
     def surge(self) -> Sourced[int]:

@@ -1,7 +1,7 @@
 """The page: sections of words, charts and tables in one HTML file without scripts.
 
 A section shows its charts before its tables. Tables are folded, except for the verdict's. The
-verdict comes first: what to run, its predicted results, each target kept or broken, and checks. Its
+verdict comes first: what to run, its predicted results, and each target kept or broken. Its
 badge is the conclusion in one sentence. A value counts as measured where a bench of the shown plan
 ran at the rate that the plan was tuned for.
 """
@@ -32,10 +32,9 @@ from toolkit.report.sections import (
     fit_section,
     tuning_section,
 )
-from toolkit.units import number, percent, words
+from toolkit.units import number, words
 
 SHOWN_METRICS = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # besides the limits
-CHECKED_METRICS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
 NOTABLE_SLOWDOWN = 1.2  # above it, the slow machine is named where a target was broken
 
 
@@ -64,7 +63,6 @@ def summary_section(files: Material) -> Sheet:
     if promise:
         sheet.tables.append(_table(promise))
         sheet.figures.append(_shares(promise))
-    sheet.lines += _checks(files)
     return sheet
 
 
@@ -137,24 +135,6 @@ def _what_to_run(files: Material) -> list[tuple[str, str]]:
     return facts
 
 
-def _checks(files: Material) -> list[str]:
-    """How far off the predictions were in each bench, a sentence each."""
-    if files.plan is None and files.tuning is None:
-        return []
-    texts = []
-    for bench in files.benches:
-        errors = {row.metric: row.error_percent for row in bench.content.compared}
-        shown = [
-            f"{metric_name(key)} {percent(error)}"
-            for key in CHECKED_METRICS
-            if (error := errors.get(key)) is not None
-        ]
-        off = f"the prediction's errors: {', '.join(shown)}"
-        texts.append(f"{bench.name}; {off if shown else 'nothing was predicted for it'}")
-    none = "no running server yet: every number is simulated with the fit"
-    return [f"Checked against {text}." for text in texts or [none]]
-
-
 def _table(promise: Promise) -> Table:
     """The shown metrics, then every limit: predicted and, where known, measured."""
     bench = promise.bench
@@ -187,8 +167,8 @@ def _shares(promise: Promise) -> Figure:
         for where, value in values.items():
             shares[f"{metric_name(limit.name)}, {where}"] = 100 * value / limit.limit
     return Figure(
-        bars(shares, " %", limit=100.0),
-        "used share of each latency target; kept up to the dashed line",
+        bars(shares, 100.0, "broken"),
+        "used share of each latency target; kept up to 100 %",
     )
 
 

@@ -1,9 +1,9 @@
 """A sheet and its parts: tables, facts, badges, words for metrics, and small SVG charts.
 
 Text is plain text, which the template escapes; only charts are markup. They are built from XML
-elements, so no text can become markup. They draw points and lines on two axes, and bars, without
-knowing what the numbers mean. Colours and strokes are CSS classes that the page's style sets. A
-point or a bar has a `<title>`, which browsers show under the pointer without any script.
+elements, so no text can become markup. They draw points and lines on two axes, without knowing what
+the numbers mean. Colours and strokes are CSS classes that the page's style sets. A point has a
+`<title>`, which browsers show under the pointer without any script. Bars are drawn by the template.
 """
 
 from __future__ import annotations
@@ -44,10 +44,20 @@ Cell = str | int | float | bool | Judged | None
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A chart and what it shows."""
+class Bar:
+    """A value as the template draws it; `width` is a percentage of the widest bar."""
 
-    svg: Markup
+    name: str
+    text: str
+    width: float
+    large: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A chart, or bars, and what it shows."""
+
+    drawing: Markup | list[Bar]
     caption: str
 
 
@@ -184,8 +194,6 @@ LEFT = 56
 RIGHT = 20
 TOP = 12
 BOTTOM = 40
-ROW = 22  # height of a bar with its gap
-NAME_CHARS = 30  # of a bar's name; longer ones are cut
 MAX_POINTS = 2000  # of a series: more would show nothing new and make the page larger
 
 Element = ElementTree.Element
@@ -257,52 +265,17 @@ def chart(
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def bars(
-    values: Mapping[str, float],
-    unit: str = "",
-    *,
-    limit: float | None = None,
-    large: float | None = None,
-) -> Markup:
-    """Draw a bar for each value; bars of negative values go to the left of a common line.
-
-    A `limit` adds a dashed line, and each bar says whether it is kept. A bar of more than `large`
-    to either side is red, and says so.
+def bars(values: Mapping[str, float], most: float, beyond: str) -> list[Bar]:
+    """Return a bar for each value, in percent; one of more than `most`, to either side, is red and
+    has the word `beyond`.
     """
-    if not values:
-        return Markup()
-    left = min(8 + 6.6 * max(map(len, values)), 210.0)  # of the line where bars begin
-    marks = [0.0] if limit is None else [0.0, limit]
-    low = min(*values.values(), *marks)
-    high = max(*values.values(), *marks)
-    room = WIDTH - left - (64 if limit is None and large is None else 104)  # without the texts
-    span = (high - low) or 1.0
-    zero = left + (-low / span) * room
-    listed = ", ".join(f"{name} {number(value)}{unit}" for name, value in values.items())
-    root = _root(ROW * len(values) + 4, f"bars: {listed}")
-    for row, (name, value) in enumerate(values.items()):
-        top = row * ROW + 2
-        kept = limit is None or value <= limit
-        state = ""
-        if limit is not None:
-            state = ", kept" if kept else ", broken"
-        if large is not None and abs(value) > large:
-            kept = False
-            state = ", large"
-        text = f"{number(value)}{unit}{state}"
-        short = name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
-        _add(root, "text", x=left - 6, y=top + 14, text=short, anchor="end")
-        length = abs(value) / span * room
-        start = zero - (length if value < 0 else 0)
-        cls = "s0" if kept else "s2"
-        bar = _add(root, "rect", x=start, y=top + 2, width=max(length, 1), height=14, cls=cls)
-        _add(bar, "title", text=f"{name}: {text}")
-        end = max(zero, zero + value / span * room) if limit is None else left + room
-        _add(root, "text", x=end + 5, y=top + 14, text=text)
-    if limit is not None:
-        at = f"{zero + limit / span * room:.1f}"
-        _add(root, "path", d=f"M{at} 0V{ROW * len(values) + 4}", cls="rule")
-    return Markup(ElementTree.tostring(root, encoding="unicode"))
+    widest = max([abs(value) for value in values.values()], default=0.0) or 1.0
+    drawn = []
+    for name, value in values.items():
+        large = abs(value) > most
+        text = f"{number(value)} %, {beyond}" if large else f"{number(value)} %"
+        drawn.append(Bar(name, text, round(100.0 * abs(value) / widest, 1), large=large))
+    return drawn
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> _Scale:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from toolkit.files.bench import BenchReport
+from toolkit.files.bench import BenchReport, took_text
 from toolkit.files.fit import Fit, OverheadFit
 from toolkit.files.plan import PREDICTED, Plan
 from toolkit.files.tuning import UNSERVED, ParameterValue, Settings, Tuning
@@ -111,6 +111,32 @@ def bench_tables(replayed: BenchReport, caption: str) -> list[Table]:
     rows.append(["requests within all", None, attained[0], None, attained[1], None])
     columns = ["target", ">limit", ">measured", "kept", ">predicted", "kept"]
     return [*found, Table("", columns[: 4 + 2 * predicted], rows)]
+
+
+def bench_notes(result: BenchReport) -> list[str]:
+    """Return what a reader must know before trusting the figures of a bench, a line each."""
+    lines = []
+    if result.warmup and result.replay_slowdown:
+        before = f"{result.warmup.slowdown:.2f}"
+        lines.append(
+            f"during the replay {took_text(result.replay_slowdown)}; in the warm-up {before}"
+        )
+    if result.cache is not None:
+        lines.append(result.cache.text())
+    if result.interrupted:
+        answered = f"{result.answered:,} of {result.requests:,} requests were answered"
+        lines.append(f"interrupted: {answered}, and are reported")
+    lines += [f"{count:,} requests failed: {reason}" for reason, count in result.failures.items()]
+    if result.refused:
+        missed = ": attainment and goodput count them as missed" if result.sla else ""
+        prediction = "; the prediction serves every request" if result.predicted.metrics else ""
+        refused = f"{result.refused:,} of {result.requests:,} requests were refused for load"
+        lines.append(f"{refused}{missed}{prediction}")
+    if result.wrong_length:
+        lines.append(f"{result.wrong_length:,} outputs had another length than in the trace")
+    if result.client:
+        lines.append(result.client.text())
+    return lines
 
 
 def _error(error_percent: float | None) -> str | None:

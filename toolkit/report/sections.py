@@ -6,6 +6,7 @@ that makes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -22,13 +23,12 @@ from toolkit.report.parts import (
     chart,
     quantity,
 )
-from toolkit.report.rows import bench_tables, fit_table, tuning_tables
+from toolkit.report.rows import bench_notes, bench_tables, fit_table, tuning_tables
 from toolkit.report.steps import typed
 from toolkit.report.verdict import verdict
 from toolkit.units import counted, number, words
 
 LARGE_PERCENT = 15.0  # a larger error of a prediction is red: the aim for latencies
-LARGE = f"red beyond {LARGE_PERCENT:g} %"
 
 
 def _missing(files: Material, key: str, lead: str, command: str) -> Sheet:
@@ -53,14 +53,15 @@ def bench_section(files: Material) -> Sheet:
     section = Sheet("bench", lead)
     for bench in files.benches:
         section.lines.append(_bench_line(bench, files.rate_rps))
+        section.lines += bench_notes(bench.content)
         errors = {
             row.metric: row.error_percent
             for row in bench.content.compared
             if row.error_percent is not None
         }
-        svg = bars(errors, " %", large=LARGE_PERCENT)
-        caption = f"{_title(bench)}: the prediction's error; {LARGE}"
-        section.figures.append(Figure(svg, caption))
+        drawn = bars(errors, LARGE_PERCENT, "large")
+        caption = f"{_title(bench)}: the prediction's error; red beyond {LARGE_PERCENT:g} %"
+        section.figures.append(Figure(drawn, caption))
         section.tables += bench_tables(bench.content, _title(bench))
     section.lines += [f"Left out: {why}." for why in left_out]
     return section
@@ -75,22 +76,14 @@ def _title(bench: BenchResult) -> str:
 
 
 def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
-    """What was replayed, and its caveats."""
+    """What was replayed."""
     content = bench.content
     what = " at the rate that it was tuned for" if bench.at_rate(rate_rps) else ""
-    failed = sum(content.failures.values())
-    counts = f"{content.answered:,} of {content.requests:,} requests, {failed:,} failed"
-    parts = [f"{_title(bench)}{what}: {counts}"]
-    if content.warmup and content.replay_slowdown:
-        slow = content.replay_slowdown
-        warm = content.warmup.slowdown
-        took = f"{slow:.2f} times as long as fitted, in the warm-up {warm:.2f} times"
-        parts.append(f"batches took {took}")
-    if content.interrupted:
-        parts.append("it was interrupted, so nothing is compared")
+    given = ""
     if content.lengths == "given":
-        parts.append("each request had its output length as limit, unlike those of real clients")
-    return "; ".join(parts) + "."
+        given = "; each request had its output length as limit, unlike those of real clients"
+    counts = f"{content.answered:,} of {content.requests:,} requests"
+    return f"{_title(bench)}{what}: {counts}{given}."
 
 
 def fit_section(files: Material) -> Sheet:
@@ -143,7 +136,7 @@ def tuning_sheet(tuning: Tuning, metrics: Iterable[str]) -> Sheet:
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     swept = "how far goodput moves when one parameter of the best is swept over its range"
-    figures = [_front(tuning), Figure(bars(swings, " %"), swept)]
+    figures = [_front(tuning), Figure(bars(swings, math.inf, ""), swept)]
     tables = tuning_tables(tuning, metrics)
     return Sheet("tuning", lead, tables=tables, figures=figures, lines=verdict(tuning))
 
