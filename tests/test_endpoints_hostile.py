@@ -118,7 +118,7 @@ def test_a_compressed_stream_is_a_failure_of_its_request():
         sample = Sample(0.0, 1, 1)
         target = Target(url, "", "m", None, own=False)
         sample.write(target, {})
-        async with load_client(target) as server:
+        async with contextlib.aclosing(load_client(target)) as server:
             await send_timed(server, sample, time.perf_counter, 10.0)
         return sample.failure
 

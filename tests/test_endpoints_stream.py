@@ -1,6 +1,7 @@
 """One streaming request: the times that it notes, and its ends."""
 
 import asyncio
+import contextlib
 import itertools
 
 import numpy as np
@@ -32,7 +33,7 @@ def answer(data: bytes | None, timeout_s: float = 30.0) -> Sample:
     async def send(url: str) -> None:
         target = Target(url, "", "m", None, own=False)
         sample.write(target, {"prompt": [1]})
-        async with load_client(target) as server:
+        async with contextlib.aclosing(load_client(target)) as server:
             await send_timed(server, sample, lambda: 0.5, timeout_s)
 
     with sse_server(lambda _: data) as server:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import pytest
 from within import within
@@ -54,7 +54,8 @@ async def started(
     server = Behind(*answers)
     listening = await asyncio.start_server(server, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    async with listening, Upstream(f"http://127.0.0.1:{port}", silence_s) as upstream:
+    upstream = Upstream(f"http://127.0.0.1:{port}", silence_s)
+    async with listening, aclosing(upstream):
         yield upstream, server
     await asyncio.wait(server.serving) if server.serving else None
 
@@ -150,9 +151,8 @@ async def test_an_unread_answer_closes_its_connection(upstream: Upstream, server
 async def test_a_silent_server_is_awaited_for_the_given_time_only(
     upstream: Upstream, server: Behind
 ):
-    with pytest.raises(UpstreamError, match="silent") as caught:
+    with pytest.raises(UpstreamError, match="silent"):
         await read(upstream)
-    assert caught.value.timed_out
 
 
 @behind()

@@ -28,13 +28,14 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import Settings
+from toolkit.laws.passes import PassLaw
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import CHAT, GenerationCall
 from toolkit.processes import supervisor
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import ROUTERS, make_router
-from toolkit.routing.types import ReplicaTraits, RoutedRequest, RouterLaw
+from toolkit.routing.types import ReplicaTraits, RoutedRequest
 from toolkit.sched.policies.parameters import defaults
 from toolkit.server import own_replicas as own_servers
 from toolkit.server import replicas as pools
@@ -121,7 +122,7 @@ async def fronted(
     api_key: str = "",
     said: list[str] | None = None,
     limits: LatencyLimits = UNLIMITED,
-    law: RouterLaw | None = None,
+    law: PassLaw | None = None,
     starts: tuple[str, ...] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Front, list[StandIn]]]:
@@ -130,9 +131,7 @@ async def fronted(
     servers = [StandIn(**each) if isinstance(each, dict) else each for each in given]
     for server in servers:
         await server.start()
-    balancer = Balancer(
-        make_router(router, {}), [], block_tokens=64, index_limit=1000, limits=limits
-    )
+    balancer = Balancer(make_router(router, {}), [], block_tokens=64, limits=limits)
     pool = ReplicaPool(
         balancer,
         ReplicaTraits(100_000, law=law),
@@ -527,7 +526,7 @@ async def test_reports_reach_the_balancer(
         each.metrics = text
     task = asyncio.create_task(front.pool.read_reports())
     known = front.backend.balancer.replicas
-    while any(each.report is None for each in known):
+    while any(each.reported_waiting < 0 for each in known):
         await asyncio.sleep(0.005)
     assert {(each.waiting, each.kv_usage) for each in known} == {(2, 0.25)}
     task.cancel()
@@ -678,18 +677,10 @@ async def test_more_requests_than_may_wait_get_503(front: Front, servers: list[S
     assert front.backend.stats.refused == codes.count(503)
 
 
-class SlowLaw:
-    """A prompt's token takes a second."""
-
-    behind_s = 0.0
-
-    def pass_s(self, decodes, decode_cached, chunks, new_tokens, attended):
-        return 1e-3 + float(new_tokens)
+SLOW = PassLaw({"pass": 1e-3, "token": 1.0})  # a token takes a second
 
 
-@pytest.mark.slow
-# a prompt of 16 bytes is 4 tokens: 4 s alone, 8 s behind another
-@behind({"token_s": 0.002, "first_s": 0.2}, limits=LatencyLimits(ttft_s=5.0), law=SlowLaw())
+@behind({"token_s": 0.002, "first_s": 0.2}, limits=LatencyLimits(ttft_s=5.0), law=SLOW)
 async def test_what_would_miss_its_target_gets_503_and_when_to_come_back(
     front: Front, servers: list[StandIn]
 ):

@@ -198,7 +198,7 @@ def test_odd_reports_stop_no_others(text: str, monkeypatch: pytest.MonkeyPatch):
     async def test(front: Front, servers: list[StandIn]) -> None:
         front.pool.background.start("reports of replicas", front.pool.read_reports)
         known = front.backend.balancer.replicas
-        while any(each.report is None for each in known[1:]):
+        while any(each.reported_waiting < 0 for each in known[1:]):
             await asyncio.sleep(0.005)
         before = servers[0].asked["/metrics"]
         while servers[0].asked["/metrics"] < before + 3:

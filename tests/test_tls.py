@@ -8,6 +8,7 @@ import os
 import ssl
 import subprocess
 import sys
+from contextlib import aclosing
 from pathlib import Path
 
 import httpx
@@ -109,7 +110,7 @@ def test_the_recorder_verifies_its_upstream(tmp_path: Path, ours, monkeypatch):
 
 def test_a_bad_upstream_certificate_is_told_to_clients(ours):
     async def ask(url: str) -> str:
-        async with Upstream(url, 5.0) as upstream:
+        async with aclosing(Upstream(url, 5.0)) as upstream:
             with pytest.raises(UpstreamError) as caught:
                 await upstream.send("GET", b"/v1/models", [], b"")
             return str(caught.value)

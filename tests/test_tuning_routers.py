@@ -106,7 +106,7 @@ def test_a_recipe_narrows_the_routers_and_their_parameters() -> None:
         (
             {"replica_router": {"name": "llm-d", "parameters": {"x": 1}}},
             ("'llm-d'", "'x'"),
-            "prefix, queue, kv",
+            "kv, prefix, queue",
         ),
         ({"policy": {"name": "fcfs"}}, ("'fcfs'", "3 replicas"), "workers"),
     ],

@@ -22,7 +22,7 @@ async def front_on(
     urls: Sequence[str], model: str, router: str, options: ServerOptions, hang_s: float
 ) -> AsyncIterator[tuple[ReplicaPool, socket]]:
     """A front before the replicas at these URLs, without keys: its pool, and where it listens."""
-    balancer = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
+    balancer = Balancer(make_router(router, {}), [], block_tokens=64)
     pool = ReplicaPool(balancer, ReplicaTraits(100_000), ReplicaNeeds(model), hang_s=hang_s)
     app = Application(PoolBackend(pool, options), options)
     server = HttpServer(app, descriptors_each=2)

@@ -168,7 +168,7 @@ class Endpoint:
                 await asyncio.sleep(sample.scheduled_s - clock())
             await send_timed(server, sample, clock, GROUP_TIMEOUT_S)
 
-        async with load_client(self.target) as server:
+        async with contextlib.aclosing(load_client(self.target)) as server:
             await asyncio.gather(*map(send, samples))
         for sample in samples:
             if sample.failure:

@@ -16,7 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -262,7 +262,7 @@ async def replay(
     """`run` on the caller's event loop; cancelling the task interrupts it."""
     samples = [Sample(at_s, prompt, output) for at_s, prompt, output, _, _ in trace.rows()]
     interrupted = False
-    async with load_client(target) as server:
+    async with aclosing(load_client(target)) as server:
         sender = _Sender(server, target, trace, load, samples, on_done)
         with before_others(), heartbeat() as beats_late_s:
             try:

@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import NamedTuple
 
 from yarl import URL
 
@@ -19,17 +18,11 @@ from toolkit.errors import InputError
 MAX_ANSWER_BYTES = 32 << 20  # a page of metrics has some 100 KiB, Prometheus' series some MiB
 
 
-class PlainAnswer(NamedTuple):
-    """A whole answer, with any status."""
-
-    status: int
-    body: bytes
-
-
 def ask(
     url: str, fields: Mapping[str, object] | None = None, *, key: str = "", timeout_s: float
-) -> PlainAnswer:
-    """Return the answer to a POST of `fields` as JSON, or to a GET without any.
+) -> tuple[int, bytes]:
+    """Return the status, which may be any, and the body of the answer to a POST of `fields` as
+    JSON, or to a GET without any.
 
     No redirect is followed, and no proxy is used. `timeout_s` bounds the whole answer, however
     slowly its bytes come.
@@ -59,13 +52,13 @@ def ask(
 
 async def _answer(
     url: URL, method: str, headers: list[tuple[bytes, bytes]], content: bytes, timeout_s: float
-) -> PlainAnswer:
+) -> tuple[int, bytes]:
     base = str(url.origin())
     target = url.raw_path_qs.encode()
     try:
         async with (
             asyncio.timeout(timeout_s),
-            Upstream(base, timeout_s) as server,
+            aclosing(Upstream(base, timeout_s)) as server,
             aclosing(await server.send(method, target, headers, content)) as answer,
         ):
             answer.refuse_compressed()
@@ -75,4 +68,4 @@ async def _answer(
     if len(body) > MAX_ANSWER_BYTES:
         most = f"{MAX_ANSWER_BYTES >> 20} MiB"
         raise InputError(f"{url}: its answer is longer than {most}", "is it the right server?")
-    return PlainAnswer(answer.status, body)
+    return answer.status, body

@@ -18,14 +18,9 @@ PREFIX = "cmpl-"  # vLLM puts it before the name of a completion, and a number a
 RATE_S = 1.0  # over which the rate of tokens is taken
 
 
-def name_of(number: int) -> str:
-    """A request's name, without the character that ends a name in the log."""
-    return f"llmctl{number}"
-
-
 def names_of(samples: Sequence[Sample]) -> list[str]:
-    """A name for each request."""
-    return [name_of(number) for number in range(len(samples))]
+    """Return a name for each request, without the character that ends a name in the log."""
+    return [f"llmctl{number}" for number in range(len(samples))]
 
 
 def _name(request_id: str) -> str:

@@ -55,13 +55,9 @@ class LiveState(msgspec.Struct, frozen=True):
     word: str = ""
 
     @property
-    def values(self) -> dict[str, Value]:
-        """The values by name."""
-        return {one.name: one.value for one in self.settings}
-
-    def named(self, name: str) -> LiveSetting | None:
-        """The setting of this name; None: this server has none."""
-        return next((one for one in self.settings if one.name == name), None)
+    def by_name(self) -> dict[str, LiveSetting]:
+        """The settings by name."""
+        return {one.name: one for one in self.settings}
 
 
 class _Problem(msgspec.Struct):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from toolkit.endpoints.ask import PlainAnswer, ask
+from toolkit.endpoints.ask import ask
 from toolkit.endpoints.upstream import server_url
 from toolkit.errors import InputError
 from toolkit.openai.answers import Answer, Models, Version
@@ -39,9 +39,9 @@ class Target:
     key_variable: str = KEY_VARIABLE  # the environment variable of the key, for error messages
     front: bool = False  # llmctl's front, which shows the counters of its replicas together
 
-    def ask(self, path: str, fields: dict[str, object] | None = None) -> PlainAnswer:
-        """Return the answer to a POST of `fields`, or to a GET without any, with any status. Raises
-        `InputError` if there is no answer.
+    def ask(self, path: str, fields: dict[str, object] | None = None) -> tuple[int, bytes]:
+        """Return the status and the body of the answer to a POST of `fields`, or to a GET without
+        any. Raises `InputError` if there is no answer.
         """
         return ask(self.url + path, fields, key=self.api_key, timeout_s=ANSWER_TIMEOUT_S)
 
@@ -124,7 +124,7 @@ def version(target: Target) -> str:
     """Return the version at /version; '' if there is no such page. Raises `InputError` if the
     server does not answer.
     """
-    found = decoded(target.ask("/version").body, Version)
+    found = decoded(target.ask("/version")[1], Version)
     return found.version if found else ""
 
 
@@ -218,7 +218,7 @@ def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
     """
     fuller = replace(dialect, answer_ids=True)
     fields = fuller.request(target.model, [1], 1, stream=False, keep=True)
-    answer = decoded(target.ask(COMPLETIONS, fields).body, Answer)
+    answer = decoded(target.ask(COMPLETIONS, fields)[1], Answer)
     has_ids = answer is not None and answer.choices and answer.choices[0].token_ids
     return fuller if has_ids else dialect
 

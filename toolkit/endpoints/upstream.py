@@ -21,7 +21,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
@@ -76,18 +76,14 @@ def server_url(url: str) -> URL:
 
 
 class UpstreamError(Exception):
-    """The answer did not arrive, or not completely. `timed_out`: the server was silent too long.
-    `here`: this process lacks what a connection needs, and the server is not at fault. `untrusted`:
-    why its certificate is not trusted.
+    """The answer did not arrive, or not completely. `here`: this process lacks what a connection
+    needs, and the server is not at fault. `untrusted`: why its certificate is not trusted.
 
     The message calls the server "it". It may be shown to a proxy's client: it names no address.
     """
 
-    def __init__(
-        self, message: str, *, timed_out: bool = False, here: bool = False, untrusted: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, here: bool = False, untrusted: str = "") -> None:
         super().__init__(message)
-        self.timed_out = timed_out
         self.here = here
         self.untrusted = untrusted
 
@@ -199,10 +195,8 @@ class UpstreamAnswer:
 
     def header(self, name: str) -> str:
         """Return the value of a header, a character for each of its bytes; '' if it is absent."""
-        for key, value in self.headers:
-            if key.lower() == name.encode():
-                return value.decode("latin-1")
-        return ""
+        found = (value for key, value in self.headers if key.lower() == name.encode())
+        return next(found, b"").decode("latin-1")
 
     def refuse_compressed(self) -> None:
         """Raise `UpstreamError` if its body is compressed: a few KiB may stand for gigabytes."""
@@ -216,7 +210,6 @@ class UpstreamAnswer:
             async for piece in self._response.content.iter_any():
                 yield piece
         except (aiohttp.ClientError, OSError) as error:
-            self._response.close()
             raise _lost(error) from None
 
     async def read(self, most_bytes: int, heard: Callable[[], object] = lambda: None) -> bytes:
@@ -249,12 +242,12 @@ class Upstream:
     """
 
     def __init__(self, url: str, silence_s: float, http: HttpClient | None = None) -> None:
-        self.url = server_url(url)
-        if self.url.user is not None or self.url.query_string or self.url.fragment:
+        parsed = server_url(url)
+        if parsed.user is not None or parsed.query_string or parsed.fragment:
             text = "the URL of the server holds more than its address and a path"
             raise InputError(text, "leave the rest out")
-        self._base = str(self.url).rstrip("/").removesuffix("/v1")
-        self._tls = ssl.create_default_context() if self.url.scheme == "https" else True
+        self._base = str(parsed).rstrip("/").removesuffix("/v1")
+        self._tls = ssl.create_default_context() if parsed.scheme == "https" else True
         self._http = http or HttpClient()
         self._timeout = aiohttp.ClientTimeout(
             total=None,
@@ -327,23 +320,7 @@ class Upstream:
             trace_request_ctx=connection,
         )
 
-    async def check_certificate(self) -> None:
-        """Raise `InputError` if the certificate is not trusted. An absent server is no error."""
-        if self._tls is True:
-            return
-        try:
-            await (await self.send("HEAD", b"/", [], b"")).aclose()
-        except UpstreamError as error:
-            if error.untrusted:
-                raise InputError(f"{self.url}: {error.untrusted}", TRUST_HINT) from None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
+    async def aclose(self) -> None:  # for `contextlib.aclosing`
         """Close its connections, and those of others with which it shares them."""
         await self._http.close()
 
@@ -361,7 +338,7 @@ def _lost(error: Exception) -> UpstreamError:
         why = f": {os.strerror(number).lower()}" if number and number > 0 else ""
         return UpstreamError(f"it cannot be reached{why}")
     if isinstance(error, TimeoutError):
-        return UpstreamError("it was silent for too long", timed_out=True)
+        return UpstreamError("it was silent for too long")
     if isinstance(error, aiohttp.ClientResponseError):
         return UpstreamError(NOT_HTTP)
     return UpstreamError(LOST)

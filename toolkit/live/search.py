@@ -99,14 +99,15 @@ def dimensions(state: LiveState) -> list[Dimension]:
     """The settings that are searched. `InputError` where the server has none of them: its policy is
     llmctl's own.
     """
-    if state.named("policy") is None:
+    settings = state.by_name
+    if "policy" not in settings:
         raise InputError(
             "this server runs a policy of llmctl's, and a live search tunes vLLM's own",
             "change its parameters with: llmctl set",
         )
     found = []
     for name, flag in FLAGS.items():
-        known = state.named(name)
+        known = settings.get(name)
         live = flag.live
         if live is None or known is None or known.low is None or known.high is None:
             continue
@@ -283,7 +284,7 @@ class LiveSearch:
         """
         state = self.control.hold(self._lease_s)
         space = dimensions(state)
-        self.start = {one.name: state.values[one.name] for one in space}
+        self.start = {one.name: state.by_name[one.name].value for one in space}
         try:
             self._search(space)
         finally:

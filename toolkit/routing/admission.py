@@ -96,7 +96,7 @@ class Admission:
         """The replica for a request: the `chosen` one where it would keep the targets, else the one
         where it would come nearest to them. `view.expected` is then the request there.
         """
-        home = next(replica for replica in able if replica.index == chosen)
+        home = view.every[chosen]
         sent = view.expected or self._law.expected(request, home, view)
         excess_s, predicted = self._excess(sent, home, view)
         if excess_s:

@@ -7,7 +7,7 @@ the same calls.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from toolkit.routing.replicas import PrefixIndex, Replica, RouterView, Sent
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
 HISTORY = 1000  # outputs that the mean length is of
+INDEX_LIMIT = 1 << 18  # blocks remembered for a replica; of 64 tokens each, 16 M tokens
 
 
 class Balancer:
@@ -26,9 +27,7 @@ class Balancer:
         traits: of each replica.
         block_tokens: of the blocks that requests carry.
         seed: of the random choice between equal replicas.
-        limits: the targets by which `offer` refuses requests; with one, each replica needs a law.
-        index_limit: bounds the blocks that are remembered for each replica, as the router does; the
-            lesser bound holds; 0: none.
+        limits: the targets by which `route` refuses requests; with one, each replica needs a law.
     """
 
     def __init__(
@@ -39,73 +38,53 @@ class Balancer:
         block_tokens: int = 16,
         seed: int = 0,
         limits: LatencyLimits = UNLIMITED,
-        index_limit: int = 0,
     ) -> None:
         self.router = router
         self._admission = Admission(limits, router) if limits != UNLIMITED else None
         self.replicas: list[Replica] = []
-        self._index_limit = index_limit
         self._index = PrefixIndex(router.index_ttl_s)
         self._homes: dict[str, Replica] = {}
         self._lengths: deque[int] = deque(maxlen=HISTORY)
         self._length_sum = 0
         rng = np.random.default_rng(seed)
         self._view = RouterView(self.replicas, self._index, block_tokens, rng)
+        self._up: list[Replica] = []  # made anew at each change, not at each request
         for each in traits:
-            self._add(each)
-        self._up = list(self.replicas)  # made anew at each change, not at each request
+            self.change(self.add(each), is_up=True)
 
     def add(self, traits: ReplicaTraits) -> int:
-        """A further replica, which is not up yet. Returns its index."""
-        replica = self._add(traits)
-        replica.is_up = False
-        return replica.index
-
-    def _add(self, traits: ReplicaTraits) -> Replica:
+        """Add a replica, which is not up yet. Returns its index."""
         replica = Replica(len(self.replicas), traits)
         self.replicas.append(replica)
-        # How many blocks to remember for it; 0: any number.
         size = self._view.block_tokens
-        bound = max(self.router.index_blocks or traits.capacity_tokens // size, 0)
-        if self._index_limit:
-            bound = min(bound or self._index_limit, self._index_limit)
-        self._index.add_replica(bound)
-        return replica
+        bound = self.router.index_blocks or traits.capacity_tokens // size
+        self._index.add_replica(bound if 0 < bound < INDEX_LIMIT else INDEX_LIMIT)
+        return replica.index
 
     def route(
-        self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
-    ) -> int | None:
-        """The replica for a request, which is from now on counted there; None if none is up.
-
-        `excluded` are replicas that failed it before: they get it only if no other is up.
-        """
-        choice = self._route(request, now_s, tuple(excluded), None)
-        assert not isinstance(choice, Overload)
-        return choice
-
-    def offer(
-        self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
-    ) -> int | Overload | None:
-        """As `route`, for a new request: it may be refused by the forecast."""
-        return self._route(request, now_s, tuple(excluded), self._admission)
-
-    def _route(
         self,
         request: RoutedRequest,
         now_s: float,
-        barred: tuple[int, ...],
-        admission: Admission | None,
+        excluded: Collection[int] = (),
+        *,
+        accepted: bool = False,
     ) -> int | Overload | None:
+        """Return the replica for a request, which is from now on counted there; None if none is up.
+
+        `excluded` are replicas that failed it before: they get it only if no other is up. A new
+        request may be refused by the forecast, one that was `accepted` before is not.
+        """
         view = self._view
-        up = self._up
-        able = [replica for replica in up if replica.index not in barred] or up if barred else up
+        able = self._up
+        if excluded:
+            able = [replica for replica in able if replica.index not in excluded] or able
         if not able:
             return None
         view.begin(request, able, now_s)
         index = self.router.choose(request, view)
         view.routed += 1
-        if admission is not None:
-            placed = admission.place(request, view, able, index)
+        if self._admission is not None and not accepted:
+            placed = self._admission.place(request, view, able, index)
             if isinstance(placed, Overload):
                 return placed
             index = placed
@@ -140,8 +119,10 @@ class Balancer:
                 self._view.expected_tokens = self._length_sum / len(lengths)
 
     def report(self, index: int, report: ReplicaReport) -> None:
-        """A replica's own figures came."""
-        self.replicas[index].report = report
+        """Note a replica's own figures."""
+        replica = self.replicas[index]
+        replica.reported_waiting = report.waiting
+        replica.reported_usage = report.kv_usage
 
     def change(self, index: int, *, is_up: bool, is_fresh: bool = False) -> None:
         """A replica may be sent requests from now on, or may not. It keeps its requests."""
@@ -150,4 +131,4 @@ class Balancer:
         self._up = [replica for replica in self.replicas if replica.is_up]
         if is_fresh:
             self._index.clear(index)
-            replica.report = None
+            replica.reported_waiting = -1

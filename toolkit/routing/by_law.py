@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from toolkit.errors import InputError
+from toolkit.laws.passes import PassLaw
 from toolkit.routing.base import Router
 from toolkit.routing.replicas import Replica, RouterView, Sent
-from toolkit.routing.types import RoutedRequest, RouterLaw
+from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.parameters import parameter, policy
 
 MOST_WEIGHED = 12  # replicas that it computes the costs of
@@ -54,14 +54,15 @@ class LawRouter(Router):
         return index
 
     def expected(self, request: RoutedRequest, replica: Replica, view: RouterView) -> Sent:
-        """Return the request as it would be sent to a replica now, with what to expect of it there.
-        Raises InputError if the replica has no law of a pass.
+        """Return the request as it would be sent to a replica now, with what to expect of it
+        there.
         """
-        law = _law(replica)
-        behind_s: float = law.behind_s
+        law: PassLaw | None = replica.traits.law
+        assert law is not None, "by-law needs the law of a pass of every replica"
+        behind_s = law.behind_s
         expected = view.expected_tokens if view.expected_tokens > 1.0 else 1.0
         prompt = request.prompt_tokens
-        cached = min(view.matched[replica.index] * view.block_tokens, prompt - 1)
+        cached = view.cached_tokens(request, replica)
         sent = Sent(request, view.now_s, cached)
         new = sent.new_tokens
         rows = replica.decodes
@@ -72,11 +73,11 @@ class LawRouter(Router):
         ahead = replica.prefill_tokens
         passes = -(-(ahead + new) // room)
         attended_ahead = ahead * (ahead / max(replica.prefills, 1)) / 2
-        plain_s: float = law.pass_s(decodes, context, 0, 0, 0.0)
+        plain_s = law.pass_s(decodes, context, 0, 0, 0.0)
         chunks = (replica.prefills + 1) / passes
         chunks = chunks if chunks > 1.0 else 1.0
         keys = (new * (cached + new / 2) + attended_ahead) / passes
-        chunk_s: float = law.pass_s(decodes, context, chunks, (ahead + new) / passes, keys)
+        chunk_s = law.pass_s(decodes, context, chunks, (ahead + new) / passes, keys)
         # what its own prompt adds to the passes of the rows that decode
         longer_s = chunk_s - plain_s
         own_s = (longer_s if longer_s > 0.0 else 0.0) * passes * new / (ahead + new)
@@ -89,7 +90,7 @@ class LawRouter(Router):
             left = min(whole_s, max(replica.prefilled_s - view.now_s, 0.0))
             rest = ahead * left / (whole_s if whole_s > 1e-9 else 1e-9)
         longer = context + prompt + expected / 2
-        slower_s: float = law.pass_s(decodes + 1, longer, 0, 0, 0.0) - plain_s
+        slower_s = law.pass_s(decodes + 1, longer, 0, 0, 0.0) - plain_s
         first_s = left + own_s + plain_s
         first_s += _memory_wait_s(replica, new, context, plain_s, expected)
         lost_s = own_s * decodes + expected * slower_s * decodes
@@ -102,7 +103,7 @@ class LawRouter(Router):
             tokens = rest + new if rest + new < room else float(room)
             own = new if new < tokens else tokens
             attended = own * (prompt - own / 2) + (tokens - own) * attended_ahead / max(ahead, 1)
-            longest_s: float = law.pass_s(decodes, context, 1, tokens, attended)
+            longest_s = law.pass_s(decodes, context, 1, tokens, attended)
             longest_s += behind_s * (prompt - own)
             sent.stalls = longest_s > gap_s
             late += replica.in_time * _chance(longest_s, gap_s)
@@ -111,17 +112,6 @@ class LawRouter(Router):
         sent.first_s = view.now_s + first_s
         sent.is_late = ttft_s > 0.0 and first_s > ttft_s
         return sent
-
-
-def _law(replica: Replica) -> RouterLaw:
-    """The law of a replica's passes, or `InputError`."""
-    law = replica.traits.law
-    if law is None:
-        raise InputError(
-            "router 'by-law' needs the law of a pass of every replica",
-            "tune from a fit of the engine, or choose another router",
-        )
-    return law
 
 
 def _likely(view: RouterView) -> list[Replica]:

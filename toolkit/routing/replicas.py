@@ -16,7 +16,6 @@ import numpy as np
 
 from toolkit.routing.types import (
     DEFAULT_EXPECTED_TOKENS,
-    ReplicaReport,
     ReplicaTraits,
     RoutedRequest,
 )
@@ -63,17 +62,17 @@ class Replica:
         prefill_cached: what is expected to be cached before that.
         decode_tokens: prompt tokens of the others.
         prompt_tokens: of all.
-        blocks: of all prompts that it has, each counted once.
         in_time: of the requests with an expected first token, how many are expected to keep their
             targets.
         prefilled_s: when the prompts that it has are expected to have been computed.
+        reported_waiting: requests in its queue, by its own latest figures; -1: there are none.
+        reported_usage: the used share of its cache, by the same.
     """
 
     __slots__ = (
-        "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
-        "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up",
-        "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s", "prefills",
-        "prompt_tokens", "sent", "traits",
+        "_stalls", "_uses", "capacity_tokens", "decode_tokens", "in_time", "index",
+        "is_up", "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s",
+        "prefills", "prompt_tokens", "reported_usage", "reported_waiting", "sent", "traits",
     )  # fmt: skip
 
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
@@ -85,27 +84,12 @@ class Replica:
         self.is_up = True
         self.sent: dict[str, Sent] = {}
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
-        self.prompt_tokens = self.blocks = 0
-        self._report: ReplicaReport | None = None
-        self._reported_waiting = 0
-        self._reported_usage = 0.0
+        self.prompt_tokens = 0
+        self.reported_waiting = -1
+        self.reported_usage = 0.0
         self.in_time = self._stalls = 0
         self.prefilled_s = 0.0
         self._uses: dict[object, int] = {}
-
-    @property
-    def report(self) -> ReplicaReport | None:
-        """Its own latest figures; None before the first."""
-        return self._report
-
-    @report.setter
-    def report(self, report: ReplicaReport | None) -> None:
-        self._report = report
-        self._reported_waiting = 0
-        self._reported_usage = 0.0
-        if report is not None:
-            self._reported_waiting = report.waiting
-            self._reported_usage = float(report.kv_usage)
 
     @property
     def requests(self) -> int:
@@ -118,17 +102,22 @@ class Replica:
         return len(self.sent) - self.prefills
 
     @property
+    def blocks(self) -> int:
+        """Blocks of all prompts that it has, each counted once."""
+        return len(self._uses)
+
+    @property
     def waiting(self) -> int:
         """Requests in its queue: as reported, or else those beyond the rows that it runs."""
-        if self._report is not None:
-            return self._reported_waiting
+        if self.reported_waiting >= 0:
+            return self.reported_waiting
         return max(len(self.sent) - self.max_rows, 0)
 
     @property
     def kv_usage(self) -> float:
         """The used share of its cache: as reported, or else by the prompts that it has."""
-        if self._report is not None:
-            return self._reported_usage
+        if self.reported_waiting >= 0:
+            return self.reported_usage
         usage = self.prompt_tokens / self.capacity_tokens
         return usage if usage < 1.0 else 1.0
 
@@ -141,10 +130,7 @@ class Replica:
         self.prompt_tokens += sent.prompt_tokens
         known = self._uses
         for block in sent.request.blocks:
-            uses = known.get(block, 0)
-            known[block] = uses + 1
-            if not uses:
-                self.blocks += 1
+            known[block] = known.get(block, 0) + 1
         if sent.first_s >= 0.0:
             self.prefilled_s = sent.first_s
             if sent.stalls:
@@ -183,7 +169,6 @@ class Replica:
                 known[block] = uses
             else:
                 del known[block]
-                self.blocks -= 1
 
     def _end_prefill(self, sent: Sent) -> None:
         self.prefills -= 1
@@ -229,15 +214,6 @@ class PrefixIndex:
                 return counts
         _write(counts, left, len(blocks))
         return counts
-
-    def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
-        """How many leading blocks of a prompt one replica has."""
-        self.expire(now_s)
-        used_s = self._used_s[index]
-        for number, block in enumerate(blocks):
-            if block not in used_s:
-                return number
-        return len(blocks)
 
     def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
@@ -290,7 +266,7 @@ class RouterView:
     Attributes:
         every: all replicas, by index.
         replicas: those that are up, in order of index; at least one. The list is not changed.
-        blocks: how many full blocks the request has, of `block_tokens` each.
+        blocks: the request's full blocks, of `block_tokens` each.
         expected_tokens: mean output of the requests that ended last.
         routed: how many requests were routed before.
         rings: what `session` keeps between requests.
@@ -298,7 +274,7 @@ class RouterView:
     """
 
     __slots__ = (
-        "_blocks", "_index", "_matched", "block_tokens", "blocks", "every",
+        "_index", "_matched", "block_tokens", "blocks", "every",
         "expected", "expected_tokens", "now_s", "replicas", "rings", "rng", "routed",
     )  # fmt: skip
 
@@ -311,11 +287,11 @@ class RouterView:
         self.block_tokens = block_tokens
         self.expected_tokens = float(DEFAULT_EXPECTED_TOKENS)
         self.rng = rng  # for ties
-        self.routed = self.blocks = 0
+        self.routed = 0
         self.rings: dict[object, tuple[list[int], list[int]]] = {}
         self.now_s = 0.0
         self.expected: Sent | None = None
-        self._blocks: Sequence[object] = ()
+        self.blocks: Sequence[object] = ()
         self._matched: list[int] | None = None
 
     def begin(self, request: RoutedRequest, replicas: list[Replica], now_s: float) -> None:
@@ -323,42 +299,27 @@ class RouterView:
         self.replicas = replicas
         self.now_s = now_s
         self.expected = None
-        self._blocks = request.blocks
+        self.blocks = request.blocks
         self._matched = None
-        self.blocks = len(self._blocks)
 
     @property
     def matched(self) -> list[int]:
         """By replica, how many of the request's leading blocks it probably has cached."""
         matched = self._matched
         if matched is None:
-            matched = self._matched = self._index.matched(self._blocks, self.now_s)
+            matched = self._matched = self._index.matched(self.blocks, self.now_s)
         return matched
 
     def cached_tokens(self, request: RoutedRequest, replica: Replica) -> int:
         """Prompt tokens that a replica need not compute; the last one it always computes."""
-        if self._matched is None:  # only this one is asked for
-            blocks = self._index.matched_by(replica.index, self._blocks, self.now_s)
-        else:
-            blocks = self._matched[replica.index]
-        return min(blocks * self.block_tokens, request.prompt_tokens - 1)
+        matched = self.matched[replica.index] * self.block_tokens
+        return min(matched, request.prompt_tokens - 1)
 
     def least(self, costs: list[float]) -> int:
         """The index of the replica of the least cost; ties are broken at random."""
         replicas = self.replicas
-        lowest = costs[0]
-        at = 0
-        ties = 0
         if len(costs) != len(replicas):
             raise ValueError(f"{len(costs)} costs of {len(replicas)} replicas")
-        for place, cost in enumerate(costs):
-            if cost < lowest:
-                lowest = cost
-                at = place
-                ties = 1
-            elif cost == lowest:
-                ties += 1
-        if ties == 1:
-            return replicas[at].index
-        best = [replicas[k].index for k in range(at, len(costs)) if costs[k] == lowest]
-        return best[int(self.rng.integers(len(best)))]
+        lowest = min(costs)
+        best = [replicas[place].index for place, cost in enumerate(costs) if cost == lowest]
+        return best[0] if len(best) == 1 else best[int(self.rng.integers(len(best)))]

@@ -34,7 +34,11 @@ class ScoredRouter(Router):
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         queues = self.queues(view)
         uses = self.uses(view)
-        return _highest_score(view, self.prefix, self.queue, self.kv, queues, uses)
+        costs = [
+            self.queue * queues[place] + self.kv * uses[place] - self.prefix * share
+            for place, share in enumerate(_shares(view))
+        ]
+        return view.least(costs)
 
     def queues(self, view: RouterView) -> list[float]:
         """The length of each replica's queue, in a unit of the preset."""
@@ -74,11 +78,11 @@ class DynamoRouter(ScoredRouter):
     kv: float = _weight(1.0, "weight of the blocks in use, over those of the request")
 
     def queues(self, view: RouterView) -> list[float]:
-        tokens = float(max(view.blocks, 1) * view.block_tokens)
+        tokens = float(max(len(view.blocks), 1) * view.block_tokens)
         return [replica.prefill_tokens / tokens for replica in view.replicas]
 
     def uses(self, view: RouterView) -> list[float]:
-        blocks = float(max(view.blocks, 1))
+        blocks = float(max(len(view.blocks), 1))
         return [replica.blocks / blocks for replica in view.replicas]
 
 
@@ -90,7 +94,6 @@ class SglangRouter(ScoredRouter):
     requests of a replica, from 0 for the fewest to 1 for the most.
     """
 
-    prefix: float = _weight(1.0, "weight of the matched share of the prompt")
     queue: float = _weight(0.0, "weight of the queue's length beside a match that counts")
     kv: float = _weight(0.0, "weight of the use of the KV cache beside a match that counts")
     threshold: float = parameter(
@@ -104,10 +107,9 @@ class SglangRouter(ScoredRouter):
     )
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
-        queues = self.queues(view)
-        if not self.match_counts(view):
-            return view.least(queues)
-        return _highest_score(view, self.prefix, self.queue, self.kv, queues, self.uses(view))
+        if self.match_counts(view):
+            return ScoredRouter.choose(self, request, view)
+        return view.least(self.queues(view))
 
     def queues(self, view: RouterView) -> list[float]:
         return _from_shortest([len(replica.sent) for replica in view.replicas])
@@ -130,26 +132,10 @@ DynamoRouter.index_ttl_s = 120.0
 SglangRouter.index_blocks = -1
 
 
-def _highest_score(
-    view: RouterView,
-    prefix: float,
-    queue: float,
-    kv: float,
-    queues: Sequence[float],
-    uses: Sequence[float],
-) -> int:
-    """The index of the replica with the highest weighted sum; ties are broken at random."""
-    costs = [
-        queue * queues[place] + kv * uses[place] - prefix * share
-        for place, share in enumerate(_shares(view))
-    ]
-    return view.least(costs)
-
-
 def _shares(view: RouterView) -> list[float]:
     """The share of the request's full blocks that each replica has cached."""
     matched = view.matched
-    blocks = float(max(view.blocks, 1))
+    blocks = float(max(len(view.blocks), 1))
     return [matched[replica.index] / blocks for replica in view.replicas]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import msgspec
+
+from toolkit.laws.passes import PassLaw
 
 DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
 # Of our front, live and simulated: the tokens of a block that it matches prompts by, and the
@@ -30,30 +31,10 @@ class RoutedRequest(msgspec.Struct, frozen=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """A replica's own figures, as its metrics had them at `at_s`."""
+    """A replica's own figures, as its metrics have them."""
 
     waiting: int
     kv_usage: float  # the used share of its cache, from 0 to 1
-    at_s: float
-
-
-class RouterLaw(Protocol):
-    """Seconds of an engine's forward pass, its host's part included.
-
-    `behind_s` is what each cached token before a part of a prompt adds; `pass_s` leaves it out.
-    """
-
-    @property
-    def behind_s(self) -> float: ...
-
-    def pass_s(
-        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
-    ) -> float:
-        """Seconds of a pass.
-
-        `decodes` rows decode, with `decode_cached` tokens in their caches together. `chunks` parts
-        of prompts have `new_tokens` tokens together, which attend to `attended` keys.
-        """
 
 
 class ReplicaTraits(msgspec.Struct, frozen=True):
@@ -69,7 +50,7 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
     capacity_tokens: int
     pass_tokens: int = 2048
     max_rows: int = 256
-    law: RouterLaw | None = None
+    law: PassLaw | None = None
 
 
 def strictest(sla: Mapping[str, float], metric: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import ScaleSpec, ScalingSpec
 from toolkit.scaling.autoscaler import ScalingRule
 from toolkit.scaling.base import Rule
@@ -18,7 +17,7 @@ from toolkit.scaling.planner import PlannerRule
 from toolkit.scaling.saturation import SaturationRule
 from toolkit.scaling.static import StaticRule
 from toolkit.scaling.tokens import TokensRule
-from toolkit.sched.policies.parameters import Value, declared
+from toolkit.sched.policies.parameters import Value, make_one, refuse_unknown
 
 _CLASSES: Sequence[type[Rule]] = (
     StaticRule,
@@ -41,15 +40,12 @@ def make_rule(name: str, parameters: Mapping[str, Value]) -> Rule:
     """Return the rule `name` with `parameters` over its defaults. Raises InputError for a rule or
     a parameter that does not exist.
     """
-    if name not in RULES:
-        raise InputError(f"there is no scaling rule '{name}'", nearest(name, RULES))
-    _check_keys(f"rule '{name}'", RULES[name], parameters)
-    return RULES[name](**parameters)
+    return make_one("scaling rule", RULES, name, parameters)
 
 
 def make_behaviour(parameters: Mapping[str, Value]) -> Behaviour:
     """Return a behaviour with `parameters` over its defaults. Raises InputError as `make_rule`."""
-    _check_keys("behaviour", Behaviour, parameters)
+    refuse_unknown("behaviour", Behaviour, parameters)
     return Behaviour(**parameters)  # type: ignore[arg-type]
 
 
@@ -65,10 +61,3 @@ def scaling_rule(chosen: ScalingSpec, spec: ScaleSpec) -> ScalingRule:
         spec.scrape_s,
         spec.poll_s,
     )
-
-
-def _check_keys(owner: str, made: type, parameters: Mapping[str, Value]) -> None:
-    known = declared(made)
-    for key in parameters:
-        if key not in known:
-            raise InputError(f"{owner} has no parameter '{key}'", f"valid: {', '.join(known)}")

@@ -41,7 +41,7 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.base import Router
 from toolkit.routing.by_law import LawRouter
-from toolkit.routing.routers import make_router, refuse_unknown_router, targets_of
+from toolkit.routing.routers import make_router, targets_of
 from toolkit.routing.simple import RoundRobinRouter
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 FIRST_PROBES_S = 15.0  # it can serve after this long even if no replica is up
 SILENCE_S = 600.0  # of a server that is recorded, after which a request is given up
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
-INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
 
 
 class PoolBackend(ServerBackend):
@@ -364,7 +363,6 @@ def router_of_replicas(plan: Plan, name: str) -> Router:
     if planned is not None and name == planned.name:
         router = make_router(name, planned.parameters)
     else:
-        refuse_unknown_router(name)
         router = make_router(name, targets_of(name, plan.recipe.sla))
     if router.name == LawRouter.name and plan.fit.steps is None:
         raise InputError(
@@ -416,7 +414,6 @@ def pool_backend(
             [],
             block_tokens=options.block_tokens or BLOCK_TOKENS,
             limits=limits_of_replicas(plan, options),
-            index_limit=INDEX_LIMIT,
         ),
         traits_of_replicas(plan),
         replicas_like(plan, options),

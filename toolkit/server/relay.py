@@ -129,7 +129,7 @@ class RelayedRequest:
     def admit(self) -> None:
         """Choose its first replica. Raises ApiError if the forecast refuses the request."""
         backend = self._backend
-        choice = backend.balancer.offer(self._routed(), backend.now_s(), backend.pool.barred())
+        choice = backend.balancer.route(self._routed(), backend.now_s(), backend.pool.barred())
         if isinstance(choice, Overload):
             backend.stats.refusals[LATE] += 1
             raise late(choice.predicted, choice.wait_s)
@@ -201,8 +201,10 @@ class RelayedRequest:
                 unfit = self._excluded | ({replica.index for replica in backend.pool.up} - up)
                 barred = unfit | set(backend.pool.barred())
                 barred = unfit if up <= barred else barred
-                index = backend.balancer.route(self._routed(), backend.now_s(), sorted(barred))
-                if index is not None:
+                index = backend.balancer.route(
+                    self._routed(), backend.now_s(), barred, accepted=True
+                )
+                if isinstance(index, int):
                     return backend.pool.by_index[index]
             if not await backend.pool.wait_up(backend.options.wait_up_s, self._may_take):
                 await self._give_up(NO_REPLICA)

@@ -498,11 +498,10 @@ class ReplicaPool:
 
     async def _report(self, replica: LiveReplica) -> None:
         """Give the balancer a replica's own figures, if there are any."""
-        at_s = time.monotonic()
         figures = await self.figures(replica)
         if replica.state == "up" and figures is not None:
             waiting, _, usage = figures
-            self.balancer.report(replica.index, ReplicaReport(waiting, usage, at_s))
+            self.balancer.report(replica.index, ReplicaReport(waiting, usage))
 
     async def figures(self, replica: LiveReplica) -> tuple[int, int, float] | None:
         """Return a replica's waiting and running requests and the used share of its KV cache, from

@@ -281,7 +281,7 @@ class PagedRun:
             share = (now_s - flight.begin_s) / max(flight.end_s - flight.begin_s, 1e-9)
             used += int(share * flight.steps * self._leap.shape.decodes / self._block_tokens)
         waiting = len(scheduler.waiting) + len(self._arrived)
-        return ReplicaReport(waiting, min(used / self._blocks, 1.0), now_s)
+        return ReplicaReport(waiting, min(used / self._blocks, 1.0))
 
     def _planned(self) -> PlannedPass:
         """Plan the next pass, with all requests that have come."""

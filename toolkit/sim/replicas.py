@@ -177,7 +177,7 @@ class ReplicaClock(Clock):
             self._turn = (self._turn + 1) % len(self._runs)
             return self._turn
         request = self._requests[number]
-        index = self._balancer.offer(self._routed(number, request), self.now_s, excluded)
+        index = self._balancer.route(self._routed(number, request), self.now_s, excluded)
         if isinstance(index, Overload):
             first_s = index.predicted.ttft_s
             text = f"its first token was forecast after {first_s:.3g} s, too late for the targets"

@@ -218,7 +218,7 @@ class VllmServer(Child):
         from toolkit.endpoints.ask import ask
 
         try:
-            return ask(f"{self.url}/health", timeout_s=HEALTH_TIMEOUT_S).status == 200
+            return ask(f"{self.url}/health", timeout_s=HEALTH_TIMEOUT_S)[0] == 200
         except InputError:
             return False
 

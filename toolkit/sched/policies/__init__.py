@@ -5,15 +5,14 @@ its class to the list below.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 from toolkit.engine_traits import ENGINES, traits_of
-from toolkit.errors import InputError, nearest
+from toolkit.errors import InputError
 from toolkit.sched.policies.base import Policy as Policy
 from toolkit.sched.policies.baton import BatonPolicy
 from toolkit.sched.policies.continuous import AggressivePolicy, ConservativePolicy, FcfsPolicy
 from toolkit.sched.policies.mlfq import MlfqPolicy
-from toolkit.sched.policies.parameters import Value, declared
+from toolkit.sched.policies.parameters import Value, make_one
 from toolkit.sched.policies.past_future import PastFutureOracle, PastFuturePolicy
 from toolkit.sched.policies.past_future_sla import PastFutureSlaPolicy
 from toolkit.sched.policies.slice import SequencePolicy, SlicePolicy
@@ -44,7 +43,6 @@ BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
 # Policies that know the true output lengths, so they exist in simulations only.
 ORACLES = frozenset(name for name, policy in POLICIES.items() if policy.knows_lengths)
-P = TypeVar("P", bound=AnyPolicy)
 
 
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
@@ -58,24 +56,12 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
             "our scheduler cannot run it",
             "choose another policy; see docs/explanation/policies.md",
         )
-    return _make(POLICIES, name, parameters)
+    return make_one("policy", POLICIES, name, parameters)
 
 
 def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
     """Like `make_policy`, but also policies built into an engine, to simulate or configure."""
-    return _make(KNOWN, name, parameters)
-
-
-def _make(policies: Mapping[str, type[P]], name: str, parameters: Mapping[str, Value]) -> P:
-    if name not in policies:
-        raise InputError(f"there is no policy '{name}'", nearest(name, policies))
-    known = declared(policies[name])
-    for parameter in parameters:
-        if parameter not in known:
-            raise InputError(
-                f"policy '{name}' has no parameter '{parameter}'", nearest(parameter, known)
-            )
-    return policies[name](**parameters)
+    return make_one("policy", KNOWN, name, parameters)
 
 
 def refuse_oracle(name: str) -> None:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
-from toolkit.errors import InputError
+from toolkit.errors import InputError, nearest
 
 Value = bool | int | float | str
 LARGEST_WHOLE = 2**53  # floats represent no larger integers exactly
@@ -92,6 +92,25 @@ def validate(settings: Any, owner: str = "") -> None:
     for name, limits in declared(settings).items():
         kind = type(standard[name])
         check(owner or f"policy '{settings.name}'", name, kind, getattr(settings, name), limits)
+
+
+def refuse_unknown(owner: str, kind: Any, given: Iterable[str]) -> None:
+    """Raise InputError, naming `owner`, for a parameter that the class `kind` lacks."""
+    known = declared(kind)
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known) if known else "it has no parameters"
+            raise InputError(f"{owner} has no parameter '{name}'", hint)
+
+
+def make_one(what: str, known: Mapping[str, type[T]], name: str, given: Mapping[str, Value]) -> T:
+    """Return the one of the `known` classes with this name, with `given` over its defaults. Raises
+    InputError, calling it `what`, for an unknown name or parameter, and for a value beyond limits.
+    """
+    if name not in known:
+        raise InputError(f"there is no {what} '{name}'", nearest(name, known))
+    refuse_unknown(f"{what} '{name}'", known[name], given)
+    return known[name](**given)
 
 
 def split(word: str, example: str) -> tuple[str, str]:
