@@ -65,7 +65,7 @@ class LawRouter(Router):
         cached = view.cached_tokens(request, replica)
         sent = Sent(request, view.now_s, cached)
         new = sent.new_tokens
-        rows = replica.decodes
+        rows = len(replica.sent) - replica.prefills  # with a first token
         decodes = min(rows, replica.max_rows)
         # rows that decode have generated half of their output on average
         context: float = replica.decode_tokens + rows * expected / 2

@@ -97,11 +97,6 @@ class Replica:
         return len(self.sent)
 
     @property
-    def decodes(self) -> int:
-        """Requests that have had their first token."""
-        return len(self.sent) - self.prefills
-
-    @property
     def blocks(self) -> int:
         """Blocks of all prompts that it has, each counted once."""
         return len(self._uses)
