@@ -107,8 +107,9 @@ def test_forgetting_is_as_block_by_block(ttl_s, capacity, replicas):
         blocks = tuple(rng.randrange(2) + 10 * depth for depth in range(rng.randrange(5)))
         expected = plain.matched(blocks, now_s)
         replica = rng.randrange(replicas)
-        if rng.random() < 0.5:  # what is old may be forgotten late
+        if rng.random() < 0.5:  # either may be asked first
             assert index.matched(blocks, now_s) == expected
+        assert index.matched_by(replica, blocks, now_s) == expected[replica]
         if rng.random() < 0.01:
             index.clear(replica)
             plain.used_s[replica].clear()

@@ -62,7 +62,7 @@ class LawRouter(Router):
         behind_s = law.behind_s
         expected = view.expected_tokens if view.expected_tokens > 1.0 else 1.0
         prompt = request.prompt_tokens
-        cached = view.cached_tokens(request, replica)
+        cached = min(view.matched[replica.index] * view.block_tokens, prompt - 1)
         sent = Sent(request, view.now_s, cached)
         new = sent.new_tokens
         rows = len(replica.sent) - replica.prefills  # with a first token

@@ -210,6 +210,15 @@ class PrefixIndex:
         _write(counts, left, len(blocks))
         return counts
 
+    def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
+        """Return how many leading blocks of a prompt one replica has."""
+        self.expire(now_s)
+        used_s = self._used_s[index]
+        for number, block in enumerate(blocks):
+            if block not in used_s:
+                return number
+        return len(blocks)
+
     def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
         used_s = self._used_s[index]
@@ -307,14 +316,28 @@ class RouterView:
 
     def cached_tokens(self, request: RoutedRequest, replica: Replica) -> int:
         """Prompt tokens that a replica need not compute; the last one it always computes."""
-        matched = self.matched[replica.index] * self.block_tokens
-        return min(matched, request.prompt_tokens - 1)
+        if self._matched is None:  # only this one is asked for
+            blocks = self._index.matched_by(replica.index, self.blocks, self.now_s)
+        else:
+            blocks = self._matched[replica.index]
+        return min(blocks * self.block_tokens, request.prompt_tokens - 1)
 
     def least(self, costs: list[float]) -> int:
         """The index of the replica of the least cost; ties are broken at random."""
         replicas = self.replicas
+        lowest = costs[0]
+        at = 0
+        ties = 0
         if len(costs) != len(replicas):
             raise ValueError(f"{len(costs)} costs of {len(replicas)} replicas")
-        lowest = min(costs)
-        best = [replicas[place].index for place, cost in enumerate(costs) if cost == lowest]
-        return best[0] if len(best) == 1 else best[int(self.rng.integers(len(best)))]
+        for place, cost in enumerate(costs):
+            if cost < lowest:
+                lowest = cost
+                at = place
+                ties = 1
+            elif cost == lowest:
+                ties += 1
+        if ties == 1:
+            return replicas[at].index
+        best = [replicas[k].index for k in range(at, len(costs)) if costs[k] == lowest]
+        return best[int(self.rng.integers(len(best)))]

@@ -34,8 +34,9 @@ class ScoredRouter(Router):
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         queues = self.queues(view)
         uses = self.uses(view)
+        prefix, queue, kv = self.prefix, self.queue, self.kv  # looked up once, for speed
         costs = [
-            self.queue * queues[place] + self.kv * uses[place] - self.prefix * share
+            queue * queues[place] + kv * uses[place] - prefix * share
             for place, share in enumerate(_shares(view))
         ]
         return view.least(costs)

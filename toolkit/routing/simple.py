@@ -29,12 +29,14 @@ class LeastMemoryRouter(Router):
     """To the replica with the smallest share of its cache in use once outputs have mean length."""
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
+        size = view.block_tokens
         expected = view.expected_tokens
+        matched = view.matched
+        prompt = request.prompt_tokens
         costs: list[float] = []
         for replica in view.replicas:
-            new = request.prompt_tokens - view.cached_tokens(request, replica)
-            held = replica.blocks * view.block_tokens
-            tokens = held + new + (len(replica.sent) + 1) * expected
+            new = prompt - min(matched[replica.index] * size, prompt - 1)
+            tokens = replica.blocks * size + new + (len(replica.sent) + 1) * expected
             costs.append(tokens / replica.capacity_tokens)
         return view.least(costs)
 
