@@ -210,6 +210,7 @@ class UpstreamAnswer:
             async for piece in self._response.content.iter_any():
                 yield piece
         except (aiohttp.ClientError, OSError) as error:
+            self._response.close()
             raise _lost(error) from None
 
     async def read(self, most_bytes: int, heard: Callable[[], object] = lambda: None) -> bytes:
