@@ -16,7 +16,6 @@ from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.files.fit import Fit, MemoryFit
 from toolkit.files.modelled import refuse_fit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
-from toolkit.sched.types import NO_LIMIT, Joining
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -28,8 +27,6 @@ class Laws:
     memory: ZetaMemory | RuleMemory
     swap: LinearSwap | None  # to host memory; None: it was not measured
     host_tokens: int  # of KV cache that host memory holds; 0 without `swap`
-    joining: Joining | None  # of rows to a running batch that is a padded slab; None: paged memory
-    slots: int  # the most rows that run at once
     # of a server's time to first token that delay no other request, in rounds: HTTP and text
     front_s: float
     # of a worker that keeps its rows; without measured rounds those of batches
@@ -48,8 +45,7 @@ def laws_from_fit(fit: Fit) -> Laws:
     swap, host_tokens = (
         swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
     )
-    joining = fit.engine.joining
-    in_rounds = replace(engine, padded=joining is not None)
+    in_rounds = replace(engine, padded=fit.engine.joining is not None)
     rounds: LatencyLaw = latency
     round_memory: MemoryLaw = memory
     front_s = 0.0
@@ -73,8 +69,6 @@ def laws_from_fit(fit: Fit) -> Laws:
         memory=memory,
         swap=swap,
         host_tokens=host_tokens,
-        joining=joining,
-        slots=fit.engine.max_rows or NO_LIMIT,
         front_s=front_s,
         rounds=rounds,
         round_memory=round_memory,

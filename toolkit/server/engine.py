@@ -34,8 +34,8 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingScheduler
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import NO_LIMIT, Worker
 from toolkit.sched.types import Request as PooledRequest
-from toolkit.sched.types import Worker
 from toolkit.server.backend import SendAnswer, ServerBackend, late, unavailable
 from toolkit.server.background import while_connected
 from toolkit.server.bodies import LargeBodies, PromptReader, Prompts, check_room, is_large, short
@@ -358,8 +358,8 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
             laws.round_memory if policy.continuous else laws.memory,
             swap=laws.swap,
             host_tokens=laws.host_tokens,
-            joining=laws.joining,
-            slots=laws.slots,
+            joining=plan.fit.engine.joining,
+            slots=plan.fit.engine.max_rows or NO_LIMIT,
         )
         for index in range(plan.workers)
     ]

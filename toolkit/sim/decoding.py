@@ -99,7 +99,10 @@ class SwapStore:
 
 @mypyc_attr(acyclic=True)
 class DecodingRow:
-    """A job that decodes. Rows are in order of their ends, then of admission.
+    """A job that decodes on one worker. Rows are in order of their ends, then of admission.
+
+    A job that was released may decode elsewhere before its worker's next pass drops its row, so a
+    row is not a part of its `RequestOutcome`.
 
     Attributes:
         key: its length less the worker's decode steps when it joined, without the prefill's token.

@@ -197,8 +197,8 @@ def world_from_fit(
         round_latency=laws.rounds,
         round_memory=laws.round_memory,
         round_front_s=laws.front_s,
-        joining=laws.joining,
-        slots=laws.slots,
+        joining=fit.engine.joining,
+        slots=fit.engine.max_rows or NO_LIMIT,
         paged=PagedEngine.of(fit),
     )
 
