@@ -40,7 +40,7 @@ from toolkit.openai.requests import GenerationCall
 
 SPARE_EVENT_BYTES = 256 << 10  # of an event without log probabilities, beside its tokens
 BYTES_PER_TOKEN = 16  # of an event: as an id, or as escaped text
-SPARE_EVENTS = 1000  # in a row that bring nothing, and of tokens, beside those that were asked for
+SPARE_EVENTS = 1000  # of an attempt, and of tokens, beside those that were asked for
 UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
 MARKS = 4  # that are kept where no stop string can begin in the text
 DIVERGED = "another replica generated another text"
@@ -51,6 +51,10 @@ NAMES = ("id", "created", "model", "system_fingerprint")  # the same in all even
 DELTA = b'.delta"'  # in the type of an event of /v1/responses that brings a token or more
 # In a JSON string each quote has a backslash before it, so this matches keys only.
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
+
+
+class _BadAnswerError(Exception):
+    """Why an attempt cannot go on."""
 
 
 class _Mark(NamedTuple):
@@ -94,9 +98,7 @@ class MergedAnswer:
         # Of an answer that goes on elsewhere, by ids:
         self._goes_on = False
         self._divergences = 0
-        self._count = 0  # of tokens, up to where this attempt has come
-        self._base_tokens = 0  # of these, that it did not bring
-        self._had_ids = 0  # the most that any attempt before brought
+        self._base_tokens = 0  # that this attempt did not bring
         self._skip_text = ""  # that the client has, and this attempt is to generate again
         self._skip_ids: list[int] = []  # the same of the ids that the client saw
         self._begin(UNKNOWN_CONTEXT)
@@ -107,9 +109,9 @@ class MergedAnswer:
         self.failure = ""
         self._context = context
         self._held = b""  # events that bring nothing, before the first that does
-        self._idle_events = 0  # in a row that brought nothing
         # A token may have an event without text, as one of a thought that is not shown.
-        self._most_events = SPARE_EVENTS + call.choices * self._longest(call.max_tokens)
+        self._most_tokens = SPARE_EVENTS + call.choices * self._longest(call.max_tokens)
+        self._events_left = self._most_tokens
         self._most_event_bytes = MAX_EVENT_BYTES
         if call.is_read and not call.has_large_events:  # reading one takes time, which others wait
             most = SPARE_EVENT_BYTES + BYTES_PER_TOKEN * context
@@ -182,7 +184,6 @@ class MergedAnswer:
             self._is_named = False
             self._prompt_ids = None
             self._ids = []
-            self._count = 0
             return self._call.first(speaks_ids=speaks_ids)
         assert self._ids is not None
         assert self._prompt_ids is not None
@@ -190,14 +191,13 @@ class MergedAnswer:
         text = "".join(self._text) + self._skip_text
         known = self._ids + self._skip_ids
         self._goes_on = True
-        self._had_ids = max(self._had_ids, len(self._ids))
         self._ids = known[:kept]
         self._skip_ids = known[kept:] if self._call.wants_ids else []
         self._length = len(text) - overlap
         self._text = [text[: self._length]]
         self._skip_text = text[self._length :]
         self._marks = [mark for mark in self._marks if mark.ids <= kept]
-        self._base_tokens = self._count = kept
+        self._base_tokens = kept
         limit = self._call.max_tokens
         if limit is None:
             room = None if context is None else context - len(self._prompt_ids)
@@ -230,46 +230,50 @@ class MergedAnswer:
         return 0, length
 
     def feed(self, piece: bytes) -> bytes:
-        """Take a piece of the body, and return what the client gets now."""
+        """Take a piece of the body, and return what the client gets now. Sets `failure` if the
+        attempt cannot go on behind that.
+        """
         self.new_tokens = 0
-        events = self._reader.feed(piece)
-        self.failure = self._reader.failure
-        if self.failure:
-            return b""
-        if not self._call.is_read:
-            self.begun = self.begun or bool(events)
-            self.new_tokens = sum(DELTA in event for event in events)
-            self.tokens += self.new_tokens
-            return b"".join(events)
-        passed = []
-        for event in events:
-            self._idle_events += 1
-            out = self._event(event)
-            if self._idle_events > self._most_events:
-                self.failure = self.failure or "its events bring nothing"
-            if self.tokens > self._most_events:
-                self.failure = self.failure or "it brings more tokens than were asked for"
-            if self.failure:
-                break
-            passed.append(out)
-            if self.ended:
-                break
+        passed: list[bytes] = []
+        try:
+            for event in self._events(piece):
+                passed.append(self._event(event) if self._call.is_read else self._unread(event))
+                if self.ended:
+                    break
+        except _BadAnswerError as error:
+            self.failure = str(error)
         return b"".join(passed)
+
+    def _events(self, piece: bytes) -> list[bytes]:
+        """Return the events that are whole now."""
+        events = self._reader.feed(piece)
+        if self._reader.failure:
+            raise _BadAnswerError(self._reader.failure)
+        return events
+
+    def _unread(self, event: bytes) -> bytes:
+        """Pass an event of /v1/responses unread."""
+        self.begun = True
+        brings = DELTA in event
+        self.new_tokens += brings
+        self.tokens += brings
+        return event
 
     def _event(self, event: bytes) -> bytes:
         """Read one event, and return what the client gets now."""
+        self._events_left -= 1
+        if self._events_left < 0:
+            raise _BadAnswerError("it has too many events")
         lines = lines_of(event)
         if len(lines) > MAX_EVENT_LINES:
-            self.failure = NOT_OPENAI
-            return b""
+            raise _BadAnswerError(NOT_OPENAI)
         event = b"\n".join(lines)
         data = data_of(lines)
         if not data:
             return event + b"\n\n" if event else b""  # a comment keeps connections alive
         if data == b"[DONE]":
             if not self._finished:
-                self.failure = ENDED_EARLY
-                return b""
+                raise _BadAnswerError(ENDED_EARLY)
             return self._last_lines()
         try:
             data.decode()  # also where nothing here reads it
@@ -279,11 +283,8 @@ class MergedAnswer:
                 self._writer.about = {name: fields[name] for name in NAMES if name in fields}
                 self._is_named = True
         except UNREADABLE:
-            self.failure = NOT_OPENAI
-            return b""
-        self.failure = self._refused(read)
-        if self.failure:
-            return b""
+            raise _BadAnswerError(NOT_OPENAI) from None
+        self._check(read)
         if self._prompt_ids is None:
             first = read.choices[0].prompt_token_ids if read.choices else None
             self._prompt_ids = read.prompt_token_ids or first
@@ -295,16 +296,15 @@ class MergedAnswer:
         self.usage = self._whole_usage(read) or self.usage
         return self._passed(event, begins=any(brought))
 
-    def _refused(self, read: Answer) -> str:
-        """Return why an event ends the attempt, or ''."""
+    def _check(self, read: Answer) -> None:
+        """Raise _BadAnswerError for an event that ends the attempt."""
         most = self._call.choices
         if not is_null(read.error):
-            return "the server reported an error"
+            raise _BadAnswerError("the server reported an error")
         if any(choice.finish_reason in ABORTS for choice in read.choices):
-            return ABORTED
+            raise _BadAnswerError(ABORTED)
         if len(read.choices) > most or any(choice.index >= most for choice in read.choices):
-            return NOT_OPENAI
-        return ""
+            raise _BadAnswerError(NOT_OPENAI)
 
     def _passed(self, event: bytes, *, begins: bool) -> bytes:
         """Return an event of the first attempt as it came. Events are held back until one `begins`
@@ -316,7 +316,7 @@ class MergedAnswer:
         if not self.begun and not begins:
             self._held = held
             if len(held) > self._most_event_bytes:
-                self.failure = "an event is too long"
+                raise _BadAnswerError("an event is too long")
             return b""
         self.begun = True
         self._held = b""
@@ -325,8 +325,8 @@ class MergedAnswer:
     def _rest_of(self, read: Answer) -> bytes:
         """Return what the client lacks of an event of a later attempt, as an event of this answer.
 
-        Sets `failure` if the texts differ. New ids before all the repeated text has come count as a
-        difference, too: the server began inside a character.
+        Raises _BadAnswerError if the texts differ. New ids before all the repeated text has come
+        count as a difference, too: the server began inside a character.
         """
         if not read.choices:
             return b""
@@ -337,7 +337,7 @@ class MergedAnswer:
         same_ids = min(len(self._skip_ids), len(ids))
         left = self._skip_text[same:]
         left_ids = self._skip_ids[same_ids:]
-        is_ahead = len(self._ids or ()) + len(ids) > self._had_ids
+        is_ahead = len(self._ids or ()) + len(ids) > self.tokens
         if (
             text[:same] != self._skip_text[:same]
             or ids[:same_ids] != self._skip_ids[:same_ids]
@@ -345,8 +345,7 @@ class MergedAnswer:
             or ((left or left_ids) and choice.finish_reason)
         ):
             self._divergences += 1
-            self.failure = DIVERGED
-            return b""
+            raise _BadAnswerError(DIVERGED)
         self._skip_text = left
         self._skip_ids = left_ids
         self._count_choice(choice)
@@ -367,9 +366,13 @@ class MergedAnswer:
             self._ids = None
         elif ids and self._ids is not None:
             self._ids += ids
-        self._count += bool(text or choice.beside_text) if ids is None else len(ids)
-        self.new_tokens += max(self._count - self.tokens, 0)
-        self.tokens = max(self._count, self.tokens)
+        came = bool(text or choice.beside_text) if ids is None else len(ids)
+        if self._ids is not None:  # some may have come in an attempt before
+            came = max(len(self._ids) - self.tokens, 0)
+        self.new_tokens += came
+        self.tokens += came
+        if self.tokens > self._most_tokens:
+            raise _BadAnswerError("it brings more tokens than were asked for")
         if text and self._call.choices == 1:
             self._text.append(text)
             self._length += len(text)
@@ -380,10 +383,7 @@ class MergedAnswer:
         if choice.finish_reason:
             self._finished.add(choice.index)
             self.finish_reason = choice.finish_reason
-        brought = bool(text or ids or choice.beside_text or choice.finish_reason)
-        if brought:
-            self._idle_events = 0
-        return brought
+        return bool(text or ids or choice.beside_text or choice.finish_reason)
 
     def _on_usage(self, event: bytes, read: Answer) -> bytes:
         """Return what the client gets of an event with the usage alone."""
@@ -391,7 +391,6 @@ class MergedAnswer:
         if usage is None:
             return b""  # the last lines bring another
         self.usage = usage
-        self._idle_events = 0
         if not self._call.wants_usage or self._usage_sent:
             return b""
         self._usage_sent = True
@@ -435,11 +434,11 @@ class MergedAnswer:
         whole.
         """
         rest = bytes(self._reader.rest)
-        if not self._call.is_read and (self.begun or rest):
+        if not self._call.is_read and (self.begun or rest) and not self.failure:
             self.begun = self.ended = True
             return rest
         if not self.ended:
-            self.failure = ENDED_EARLY
+            self.failure = self.failure or ENDED_EARLY
         return b""
 
     def finish(self) -> bytes:
