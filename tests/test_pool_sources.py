@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.server.watched import (
-    Watched,
-    WatchedFile,
-    follow,
-    given_replicas,
-    listed_replicas,
-)
+from toolkit.server.watched import Watched, follow, given_replicas, listed_replicas
 
 
 @asynccontextmanager
@@ -34,13 +28,11 @@ def read(source: Watched[list[str]]) -> list[str]:
     return source.value
 
 
-def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path):
     file = tmp_path / "replicas.txt"
     file.write_text("http://a:1/\n\n# none\nhttp://b:2 # two\nhttp://a:1\n")
-    monkeypatch.setattr(WatchedFile, "every_s", 0.002)
     source = listed_replicas(str(file))
+    source.every_s = 0.002
     assert read(source) == ["http://a:1", "http://b:2"]
     applied: list[list[str]] = []
     said: list[str] = []

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import httpx
 import msgspec
@@ -50,7 +51,7 @@ from toolkit.scaling.autoscaler import Autoscaler
 from toolkit.scaling.log import LIVES, FleetHeader, FleetLine, FleetLog, FleetStep, ReplicaChange
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.server.options import ServerOptions
-from toolkit.server.own_replicas import HostedServer, scaling_of
+from toolkit.server.own_replicas import scaling_of
 from toolkit.server.pool import pool_backend
 from toolkit.server.server import Server
 from toolkit.sim.api import SimResult, simulate
@@ -81,6 +82,10 @@ SCALE = ScaleSpec(min=1, max=MOST, scrape_s=1.0, poll_s=2.0, gpus_free=MOST, sca
 class FixedProcess:
     """A process of `FixedServer`: `toolkit.server.own_replicas.HostedServer`."""
 
+    @classmethod
+    def start(cls, _plan: Plan, _options: ServerOptions, _number: int, _folder: Path) -> Self:
+        return cls()
+
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -106,13 +111,6 @@ class FixedProcess:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait()
-
-
-class FixedProcesses:
-    def replica(
-        self, plan: Plan, options: ServerOptions, number: int, folder: Path
-    ) -> HostedServer:
-        return FixedProcess()
 
 
 def make_plan() -> Plan:
@@ -148,7 +146,7 @@ async def live(plan: Plan, trace: Trace, log: Path) -> tuple[dict[str, float], F
     """Serve a trace by the front. Returns the client's metrics, and what the replicas did."""
     options = ServerOptions(model=MODEL, router=ROUTER, event_log=log)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    with Server.open(options, pool_backend(plan, options, FixedProcesses())) as server:
+    with Server.open(options, pool_backend(plan, options, FixedProcess.start)) as server:
         serving = asyncio.create_task(server.serve(ready.set_result))
         url = await ready
         zero_s = time.monotonic()

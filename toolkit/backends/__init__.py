@@ -109,7 +109,9 @@ class StartsReplicas(Protocol):
     def replica(
         self, plan: Plan, options: ServerOptions, number: int, folder: Path
     ) -> HostedServer:
-        """See `toolkit.server.own_replicas.StartsServers`."""
+        """Start server `number` of the plan's `workers`, on a free port of the options' host, with
+        its share of the machine's devices. `folder` is empty, and lasts as long as the server.
+        """
         ...
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:

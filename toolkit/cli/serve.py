@@ -172,8 +172,8 @@ def command(args: ServeOptions) -> None:
     name = plan.recipe.engine.name
     engine = backend_of(name) if traits_of(name).server else None
     several = plan.workers > 1 or plan.settings.scaling is not None
-    starts = engine if isinstance(engine, StartsReplicas) and several else None
-    has_replicas = bool(args.replica or args.replicas or starts)
+    start = engine.replica if isinstance(engine, StartsReplicas) and several else None
+    has_replicas = bool(args.replica or args.replicas or start)
     _refuse_what_it_lacks(args, plan, has_replicas=has_replicas)
     options = _options(args, plan, control_key, has_replicas=has_replicas)
     with Announcement(args.plan, plan, options, as_json=args.as_json) as ready:
@@ -181,7 +181,7 @@ def command(args: ServeOptions) -> None:
         if has_replicas:
             from toolkit.server.pool import pool_backend
 
-            with Server.open(options, pool_backend(plan, options, starts)) as server:
+            with Server.open(options, pool_backend(plan, options, start)) as server:
                 ended = server.run(ready)
         elif isinstance(engine, Serves):
             _refuse_unservable(plan)

@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from fastapi import FastAPI
@@ -21,6 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 import toolkit
@@ -60,8 +61,10 @@ class Application:
         self._local_paths: set[str] = set()
         self.page: StatusPage | None = None
         self.tasks: dict[str, Work] = {
-            "keys": self._follow_keys,
-            "health of the manager": lambda: options.manager.report_health(self._is_healthy),
+            "keys": lambda: follow(options.keys, self.renew_keys, options.say),
+            "health of the manager": lambda: options.manager.report_health(
+                lambda: not backend.failure
+            ),
             **backend.tasks,
         }
         self._routes = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -87,10 +90,6 @@ class Application:
             self.add(DATA, self.page.data)
             self.tasks["status page"] = self.page.sampling
 
-    async def _follow_keys(self) -> None:
-        options = self.options
-        await follow(options.keys, self.renew_keys, options.say)
-
     def renew_keys(self, keys: Keys) -> str:
         """Accept these keys from now on. Accepted requests are answered to their end."""
         self._digests = digests_of(keys)
@@ -108,11 +107,9 @@ class Application:
 
     def written(self, path: str, write: Answers, *methods: str) -> None:
         """Add a route that `write` answers by itself."""
-
-        async def answer() -> Response:
-            return Written(write)
-
-        self.add(path, answer, *methods)
+        # Starlette takes a function for one that returns a response, and any other callable for an
+        # ASGI application.
+        self._routes.router.routes.append(Route(path, cast(Any, write).__call__, methods=methods))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, with a request id, if its key and its Host may pass.
@@ -163,9 +160,6 @@ class Application:
     def state(self) -> str:
         """In a few words: "ready" if it accepts requests, and its backend can serve them."""
         return "leaving" if self.leaving else self.backend.state
-
-    def _is_healthy(self) -> bool:
-        return not self.backend.failure
 
     async def models(self) -> Response:
         return json_page({"object": "list", "data": [self._model()]})
@@ -220,17 +214,6 @@ class Application:
     def _model(self) -> dict[str, object]:
         about = {"id": self.backend.model, "object": "model", "created": self._created}
         return {**about, "owned_by": "llmctl", **self.backend.about_model()}
-
-
-class Written(Response):
-    """A response that `write` sends by itself."""
-
-    def __init__(self, write: Answers) -> None:
-        super().__init__()
-        self._write = write
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._write(scope, receive, send)
 
 
 def json_page(content: object, status: int = 200) -> Response:

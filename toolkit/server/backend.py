@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from toolkit.server.application import Application
 
 SMALL_BYTES = 1 << 16  # a body up to this size is taken however much is held
+POLL_S = 0.01  # while a drain waits
 MAX_HELD_BYTES = 256 << 20  # of bodies, of all requests
 SendAnswer = Callable[[Receive, Send], Awaitable[None]]  # of one request
 
@@ -45,7 +46,8 @@ class ServerBackend(ABC):
     facts: what the status page shows; None: there is no page.
     labels: of its metrics.
     log: of its requests; None: there is none.
-    under_way: requests that have not ended.
+    left: requests that have not ended.
+    held_bytes: of their bodies.
     draining: new requests are refused.
     """
 
@@ -58,7 +60,7 @@ class ServerBackend(ABC):
         self.tasks: dict[str, Work] = {}
         self.facts: Facts | None = None
         self.log: TraceLog | None = None
-        self.under_way = RunningRequests()
+        self.left = self.held_bytes = 0
         self.draining = False
 
     # What it is
@@ -69,9 +71,9 @@ class ServerBackend(ABC):
         """In a few words; "ready" if it can serve requests."""
 
     @property
+    @abstractmethod
     def problem(self) -> str:
         """Why it makes no progress, or ''."""
-        return self.failure
 
     @property
     def failure(self) -> str:
@@ -88,26 +90,21 @@ class ServerBackend(ABC):
         return {"model_name": self.model}
 
     @property
-    def left(self) -> int:
-        """Requests that have not ended."""
-        return len(self.under_way)
-
-    @property
+    @abstractmethod
     def waiting(self) -> int:
         """Requests that nothing works on yet."""
-        return 0
 
+    @abstractmethod
     def about_model(self) -> dict[str, object]:
         """Return what the model's page has besides OpenAI's fields."""
-        return {}
 
+    @abstractmethod
     def families(self) -> Iterable[Metric]:
         """Return its metrics at the moment of a scrape, besides its requests' metrics."""
-        return ()
 
+    @abstractmethod
     def shown(self) -> dict[str, Any]:
         """Return what the status page shows of it."""
-        return {}
 
     def add_routes(self, application: Application) -> None:
         """Add the routes of requests for tokens, and of its own pages."""
@@ -116,9 +113,9 @@ class ServerBackend(ABC):
 
     # Its life
 
+    @abstractmethod
     async def start(self) -> None:
         """Return when it can serve. The server listens before, and answers that it cannot yet."""
-        return
 
     async def broken(self) -> None:
         """Raise when it cannot go on."""
@@ -127,11 +124,14 @@ class ServerBackend(ABC):
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait at most `timeout_s` seconds for the running ones."""
         self.draining = True
-        await self.under_way.ended(timeout_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.left:
+                    await asyncio.sleep(POLL_S)
 
+    @abstractmethod
     async def stop(self) -> None:
         """End what it has started."""
-        return
 
     # Its requests
 
@@ -140,11 +140,33 @@ class ServerBackend(ABC):
         self.check_open()
         arrival_s = time.monotonic()
         request = Request(scope, receive)
-        with self.under_way.one() as hold:
+        with self.running_request() as hold:
             check_json(request.headers)
             body = await read_body(request, self.options.max_body_bytes, hold)
             answer = await self.take(request, body, arrival_s)
             await answer(receive, send)
+
+    @contextmanager
+    def running_request(self) -> Iterator[Callable[[int], None]]:
+        """Run a request, for which a drain waits. Yield what counts bytes of its body, and raises
+        `ApiError` if a large body finds no room.
+        """
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            held += size
+            self.held_bytes += size
+            if held > SMALL_BYTES and self.held_bytes > MAX_HELD_BYTES:
+                mib = self.held_bytes >> 20
+                raise overloaded(f"the server holds {mib} MiB of requests; try again later")
+
+        self.left += 1
+        try:
+            yield hold
+        finally:
+            self.held_bytes -= held
+            self.left -= 1
 
     @abstractmethod
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
@@ -198,46 +220,3 @@ def unavailable(state: str, headers: Mapping[str, str]) -> ApiError:
     return ApiError(
         f"the server is {state}", status=503, code="unavailable", headers={**retry, **headers}
     )
-
-
-class RunningRequests:
-    """The requests that run, each within a `with` block, and the bytes of their bodies."""
-
-    def __init__(self) -> None:
-        self.held_bytes = 0
-        self._count = 0
-        self._none = asyncio.Event()
-        self._none.set()
-
-    def __len__(self) -> int:
-        return self._count
-
-    @contextmanager
-    def one(self) -> Iterator[Callable[[int], None]]:
-        """Run one. Yield what counts bytes of its body, and raises `ApiError` if a large body finds
-        no room.
-        """
-        held = 0
-
-        def hold(size: int) -> None:
-            nonlocal held
-            held += size
-            self.held_bytes += size
-            if held > SMALL_BYTES and self.held_bytes > MAX_HELD_BYTES:
-                mib = self.held_bytes >> 20
-                raise overloaded(f"the server holds {mib} MiB of requests; try again later")
-
-        self._count += 1
-        self._none.clear()
-        try:
-            yield hold
-        finally:
-            self.held_bytes -= held
-            self._count -= 1
-            if not self._count:
-                self._none.set()
-
-    async def ended(self, timeout_s: float) -> None:
-        """Wait until none runs, at most `timeout_s` seconds."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._none.wait(), timeout_s)

@@ -15,7 +15,7 @@ from toolkit.files.profile import OnForeign
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.server.access import Keys, read_keys
 from toolkit.server.process import Manager, is_loopback
-from toolkit.server.watched import Watched, WatchedFile
+from toolkit.server.watched import Watched, watched_file
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -45,7 +45,7 @@ def find_keys(key: str, file: Path | None) -> Watched[Keys]:
             "the API key is given twice",
             "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
         )
-    return WatchedFile(file, read_keys)
+    return watched_file(file, read_keys)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -54,36 +54,19 @@ class HostedServer(Protocol):
     @property
     def running(self) -> bool:
         """Whether the process has not ended."""
-        ...
 
     def ended_by(self) -> str:
         """Why it has ended, in one line."""
-        ...
 
     def wait_until_ready(self) -> None:
         """Wait until it answers. Raises `EngineError` if it ends before."""
-        ...
 
     def stop(self) -> None:
         """End it, with every process of its own."""
-        ...
 
 
-class StartsServers(Protocol):
-    """What starts servers of a plan."""
-
-    def replica(
-        self, plan: Plan, options: ServerOptions, number: int, folder: Path
-    ) -> HostedServer:
-        """Start server `number` of the plan's `workers`, on a free port of the options' host, with
-        its share of the machine's devices. `folder` is empty, and lasts as long as the server.
-        """
-        ...
-
-
-def new_folder() -> tempfile.TemporaryDirectory[str]:
-    """For the files of a server."""
-    return tempfile.TemporaryDirectory(prefix="llmctl-replica-", ignore_cleanup_errors=True)
+# Starts the server of a number (`toolkit.backends.StartsReplicas.replica`).
+StartServer = Callable[[Plan, ServerOptions, int, Path], HostedServer]
 
 
 def most_replicas(plan: Plan) -> int:
@@ -108,11 +91,11 @@ class OwnReplicas(Supervisor):
     called = "replica"
 
     def __init__(
-        self, starts: StartsServers, plan: Plan, options: ServerOptions, pool: ReplicaPool
+        self, start: StartServer, plan: Plan, options: ServerOptions, pool: ReplicaPool
     ) -> None:
         super().__init__(plan.workers)
         self.most = most_replicas(plan)
-        self._starts = starts
+        self._start = start
         self._plan = plan.model_copy(update={"workers": self.most})
         self._options = options
         self._pool = pool
@@ -157,16 +140,16 @@ class OwnReplicas(Supervisor):
 
     async def live(self, number: int) -> str:
         """See `Supervisor.live`: a server, from its start until it is over."""
-        with new_folder() as name:
+        folder = tempfile.TemporaryDirectory(prefix="llmctl-replica-", ignore_cleanup_errors=True)
+        with folder as name:
             starting = self._in_thread(
-                partial(self._starts.replica, self._plan, self._options, number, Path(name))
+                partial(self._start, self._plan, self._options, number, Path(name))
             )
             try:
                 server = await asyncio.shield(starting)
                 await self._in_thread(server.wait_until_ready)
                 self.ready(number)
                 replica = self._pool.add(server.url)
-                replica.name = f"{number} at {server.url}"
                 self.servers[number] = replica
                 why = "its task failed"
                 try:

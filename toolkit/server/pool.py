@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -57,7 +56,7 @@ from toolkit.server.own_replicas import (
     POLL_EVERY_S,
     LiveFleet,
     OwnReplicas,
-    StartsServers,
+    StartServer,
     scaling_of,
 )
 from toolkit.server.prompt_blocks import PromptGauge
@@ -80,7 +79,7 @@ class PoolBackend(ServerBackend):
     """The replicas, and what the requests to them share.
 
     Args:
-        replicas: those that it starts, or where the list of those that run comes from; None: the
+        own: the replicas that it starts; None: they are those of `ServerOptions.replicas`, or the
             pool is filled by other code.
         fleet: changes the number of the replicas that it starts; None: that is fixed.
 
@@ -96,19 +95,18 @@ class PoolBackend(ServerBackend):
         options: ServerOptions,
         *,
         stats: Stats | None = None,
-        replicas: OwnReplicas | Watched[list[str]] | None = None,
+        own: OwnReplicas | None = None,
         fleet: LiveFleet | None = None,
     ) -> None:
         super().__init__(options, stats or Stats())
         self.background = pool.background
-        self.now_s = time.monotonic
         self.pool = pool
         self.balancer = pool.balancer
         self.gauge = PromptGauge(options.block_tokens or BLOCK_TOKENS)
         self.budget = RetryBudget()
         self.continued = 0
         self.numbers = count(1)  # of the requests
-        self._replicas = replicas
+        self._own = own
         self._fleet = fleet
         pool.http.most_kept = possible_connections(self.descriptors_each) // 2
         self.tasks["silent replicas"] = pool.sweep
@@ -153,28 +151,24 @@ class PoolBackend(ServerBackend):
         """Start the replicas, and wait for all; or find those that run already, and wait until one
         is up.
         """
-        replicas = self._replicas
-        if isinstance(replicas, OwnReplicas):
-            await replicas.start()
-            if self._fleet is not None:
-                self.background.start("autoscaler", self._fleet.run)
-        elif replicas is not None:
-            await self._find(replicas)
+        if self._own is not None:
+            await self._own.start()
+        if self._fleet is not None:
+            self.background.start("autoscaler", self._fleet.run)
+        if self.options.replicas is not None:
+            await self._find(self.options.replicas)
         if not self.pool.up:
             self.options.say("no replica is up yet: requests get 503 until one is")
 
     async def stop(self) -> None:
-        if isinstance(self._replicas, OwnReplicas):
-            await self._replicas.stop()
+        if self._own is not None:
+            await self._own.stop()
         await self.pool.stop()
 
     async def _find(self, listed: Watched[list[str]]) -> None:
+        """Ask the listed replicas until one is up or all were asked, and follow the list."""
         pool = self.pool
         say = self.options.say
-        try:
-            await asyncio.to_thread(listed.changed)
-        except InputError as error:
-            say(f"warning: {error.message}; it is asked again")
         if listed.value:
             say(pool.renew(listed.value))
         pool.background.start("list of replicas", partial(follow, listed, pool.renew, say))
@@ -196,7 +190,7 @@ class PoolBackend(ServerBackend):
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request of another path to a replica, and its answer back, as they are."""
         self.check_open()
-        with self.under_way.one() as hold:
+        with self.running_request() as hold:
             body = await read_body(Request(scope, receive), self.options.max_body_bytes, hold)
             await while_connected(receive, self._passed(scope, body, send))
 
@@ -300,7 +294,6 @@ class PoolBackend(ServerBackend):
                 "running": max(one.running - known[one.index].waiting, 0),
                 "waiting": known[one.index].waiting,
                 "kv_share": known[one.index].kv_usage,
-                "cached_share": one.cached_share,
                 "requests": one.requests,
                 "failures": one.failures,
                 "moved": one.moved,
@@ -398,10 +391,10 @@ def limits_of_replicas(plan: Plan, options: ServerOptions) -> LatencyLimits:
 
 @contextmanager
 def pool_backend(
-    plan: Plan, options: ServerOptions, starts: StartsServers | None = None
+    plan: Plan, options: ServerOptions, start: StartServer | None = None
 ) -> Iterator[PoolBackend]:
     """Make the backend of a plan's replicas, not started: those of `options.replicas`, or else as
-    many as the plan's workers, which `starts` starts.
+    many as the plan's workers, which `start` starts.
 
     It can serve when all own replicas are loaded, or a given one is up, or none was in time. When
     it starts, it raises `InputError` for a list that cannot be used, and `EngineError` if an own
@@ -421,22 +414,22 @@ def pool_backend(
         key=secrets.token_urlsafe(24) if options.replicas is None else options.replica_key,
     )
     stats = Stats(sla=recipe.sla)
+    own: OwnReplicas | None = None
     fleet: LiveFleet | None = None
     log = EventLog(options.event_log) if options.event_log else nullcontext()
-    replicas: OwnReplicas | Watched[list[str]] | None = options.replicas
     with log as decisions:
-        if replicas is None:
-            assert starts is not None
+        if options.replicas is None:
+            assert start is not None
             scaling = scaling_of(plan)
             text = f"starting {counted(plan.workers, 'server')} of {recipe.engine.name}"
             keys = one_key(pool.key)
             each = replace(options, host="127.0.0.1", port=0, keys=keys, event_log=None)
-            replicas = OwnReplicas(starts, plan, each, pool)
+            own = OwnReplicas(start, plan, each, pool)
             if scaling is not None:
-                text += f"; {scaling.least} to {replicas.most} by the rule {scaling.rule.name}"
-                fleet = LiveFleet(scaling, replicas, pool, stats, decisions)
+                text += f"; {scaling.least} to {own.most} by the rule {scaling.rule.name}"
+                fleet = LiveFleet(scaling, own, pool, stats, decisions)
             options.say(text)
-        backend = PoolBackend(pool, options, stats=stats, replicas=replicas, fleet=fleet)
+        backend = PoolBackend(pool, options, stats=stats, own=own, fleet=fleet)
         backend.facts = facts_of(plan, options.model or model_name(plan))
         yield backend
 
@@ -448,4 +441,4 @@ def recording_backend(options: ServerOptions) -> Iterator[PoolBackend]:
     traits = ReplicaTraits(1)
     key = options.replica_key
     pool = ReplicaPool(balancer, traits, ReplicaNeeds(), hang_s=SILENCE_S, key=key)
-    yield PoolBackend(pool, options, replicas=options.replicas)
+    yield PoolBackend(pool, options)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from contextlib import aclosing
+import time
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -79,9 +80,8 @@ class RelayedRequest:
 
     Attributes:
         heard_s: when the last byte of the attempt came, or when it was sent.
-        streaming: the attempt has had tokens, and awaits the next.
-        midway: a part of an event or of a whole answer has come, and the rest must follow.
-        waiting: for the replica, not for the client.
+        must_follow: the replica has begun to answer, and the rest is awaited: it must not be silent
+            for long.
     """
 
     def __init__(
@@ -90,11 +90,7 @@ class RelayedRequest:
         call: GenerationCall,
         arrival_s: float,
     ) -> None:
-        self.heard_s = arrival_s
         self.times = RequestTimes(arrival_s)
-        self.streaming = False
-        self.midway = False
-        self.waiting = True
         self.prompt_tokens = backend.gauge.tokens(call.prompts)
         limit = call.max_tokens if (call.max_tokens or 0) > 0 else backend.options.max_new_tokens
         self.new_tokens = limit or 1
@@ -103,33 +99,31 @@ class RelayedRequest:
         self._merged = MergedAnswer(call, self.prompt_tokens)
         self._id = f"r{next(backend.numbers)}"
         self._blocks = backend.gauge.blocks(call.prompt)
-        self._timer: asyncio.Timeout | None = None  # of the attempt
+        self._timer: asyncio.Timeout  # of the attempt
         self._cut = ""
-        self._seen_tokens = 0  # that the statistics have, as they came
         self._head_sent = False
-        self._excluded: set[int] = set()
+        self._failed: set[LiveReplica] = set()  # since all replicas had failed it
         self._refusal: WholeAnswer | None = None
-        self._status = "cancelled"
-        self._is_answered = False  # the last bytes were sent
+        self._status = ""  # how it ended
         self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
     def generated(self) -> int:
         """New tokens as the server counted them, and no fewer than came."""
         merged = self._merged
-        usage = self._merged.usage
+        usage = merged.usage
         return merged.tokens if usage is None else max(usage.completion_tokens, merged.tokens)
 
     def cut(self, reason: str) -> None:
         """End the attempt: the request goes elsewhere."""
-        if self._timer is not None and not self._cut:
+        if not self._cut:
             self._cut = reason
             self._timer.reschedule(asyncio.get_running_loop().time())
 
     def admit(self) -> None:
         """Choose its first replica. Raises ApiError if the forecast refuses the request."""
         backend = self._backend
-        choice = backend.balancer.route(self._routed(), backend.now_s(), backend.pool.barred())
+        choice = backend.balancer.route(self._routed(), time.monotonic(), backend.pool.barred())
         if isinstance(choice, Overload):
             backend.stats.refusals[LATE] += 1
             raise late(choice.predicted, choice.wait_s)
@@ -147,7 +141,7 @@ class RelayedRequest:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                 await self._until_answered()
         except TimeoutError:
-            if not self._is_answered:
+            if not self._status:
                 await self._give_up(f"no end within {limit_s:g} s", "timeout", 504)
         finally:
             self._record()
@@ -164,10 +158,7 @@ class RelayedRequest:
             except AttemptFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
-                if merged.complete:  # it lacks the last lines alone
-                    await self._close_stream(merged.finish())
-                    return
-                if not merged.goes_on:
+                if merged.complete or not merged.goes_on:
                     await self._give_up(f"the answer broke off: {failed}")
                     return
                 failures = 1 if merged.tokens > tokens else failures + failed.counts
@@ -175,44 +166,53 @@ class RelayedRequest:
                     text = f"the request failed on {failures} replicas; the last: {failed}"
                     await self._give_up(text)
                     return
-                self._excluded.add(replica.index)
+                self._failed.add(replica)
                 if merged.begun:
                     replica.moved += 1
 
     async def _choose(self) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
         backend = self._backend
-        first = self._first
+        pool = backend.pool
+        replica = self._first
         self._first = None
-        if first is not None:
-            return first
-        while True:
-            up = {each.index for each in backend.pool.up if self._may_take(each)}
-            if up and up <= self._excluded:
-                if self._refusal is not None and not self._head_sent:
-                    self._status = f"HTTP {self._refusal[0]}"
-                    self._is_answered = True
-                    await send_whole(self._send, *self._refusal)
-                    return None
-                self._excluded.clear()
-                await asyncio.sleep(PAUSE_S)
-            if up:
+        while replica is None:
+            able = await self._able()
+            fresh = [each for each in able if each not in self._failed]
+            if fresh:
                 # Replicas that failed it, or are in doubt, get it only if need be.
-                unfit = self._excluded | ({replica.index for replica in backend.pool.up} - up)
-                barred = unfit | set(backend.pool.barred())
-                barred = unfit if up <= barred else barred
+                best = [each for each in fresh if not each.in_doubt] or fresh
+                barred = [index for index, each in pool.by_index.items() if each not in best]
                 index = backend.balancer.route(
-                    self._routed(), backend.now_s(), barred, accepted=True
+                    self._routed(), time.monotonic(), barred, accepted=True
                 )
-                if isinstance(index, int):
-                    return backend.pool.by_index[index]
-            if not await backend.pool.wait_up(backend.options.wait_up_s, self._may_take):
+                assert isinstance(index, int)
+                replica = pool.by_index[index]
+            elif not able:
                 await self._give_up(NO_REPLICA)
                 return None
+            elif self._refusal is not None and not self._head_sent:
+                await self._send_whole(f"HTTP {self._refusal[0]}", self._refusal)
+                return None
+            else:
+                self._failed.clear()
+                await asyncio.sleep(PAUSE_S)
+        return replica
 
-    def _may_take(self, replica: LiveReplica) -> bool:
-        """Whether it can go on there where it has begun."""
-        return replica.speaks_ids or not self._merged.begun
+    async def _able(self) -> list[LiveReplica]:
+        """Wait until a replica is up that can go on where the answer has begun. Return all such
+        replicas; none if none was up in time.
+        """
+        pool = self._backend.pool
+        able: list[LiveReplica] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._backend.options.wait_up_s):
+                while not able:
+                    able = [each for each in pool.up if each.speaks_ids or not self._merged.begun]
+                    if not able:
+                        pool.changed.clear()
+                        await pool.changed.wait()
+        return able
 
     def _routed(self) -> RoutedRequest:
         """The request as the router sees it: its prompt ends with what the client has."""
@@ -228,14 +228,10 @@ class RelayedRequest:
         """Ask a replica. Raises `AttemptFailedError` where another replica may take the request."""
         backend = self._backend
         self._cut = ""
-        self.heard_s = backend.now_s()
-        self.waiting = True
-        self.streaming = self.midway = False
+        self.heard_s = time.monotonic()
+        self.must_follow = self._has_token = False
         replica.requests += 1
         replica.attempts.add(self)
-        sent = backend.balancer.replicas[replica.index].sent[self._id]
-        replica.prompt_tokens += sent.request.prompt_tokens
-        replica.cached_tokens += sent.cached_tokens
         generated = -1
         try:
             async with asyncio.timeout(None) as self._timer:
@@ -245,7 +241,6 @@ class RelayedRequest:
         except TimeoutError:  # of `cut`: the limit of the whole request cancels
             raise AttemptFailedError(self._cut) from None
         finally:
-            self._timer = None
             backend.balancer.ended(self._id, generated)
             backend.pool.ended(replica, self)
 
@@ -266,7 +261,7 @@ class RelayedRequest:
             )
             reached = True
             async with aclosing(answer):
-                self.heard_s = replica.heard_s = backend.now_s()
+                self.heard_s = replica.heard_s = time.monotonic()
                 backend.pool.answered(replica, answer.status)
                 if answer.status != 200:
                     await self._on_status(replica, answer)
@@ -289,42 +284,31 @@ class RelayedRequest:
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """End the request with the error that a replica answered, or raise `AttemptFailedError`."""
         content = await self._whole(replica, answer)
-        backend = self._backend
         status = answer.status
-        is_elsewhere = status in ELSEWHERE
         why = f"it answered {status}"
         if self._head_sent:
-            if is_elsewhere or status >= 500:
-                raise AttemptFailedError(why, counts=status not in BUSY)
-            await self._give_up(f"the answer broke off: a replica answered {status}")
-            return
-        refusal = status, kept_headers(answer), content
-        if is_elsewhere or (status >= 500 and backend.budget.take()):
-            self._refusal = refusal
-            self._excluded.add(replica.index)
+            raise AttemptFailedError(why, counts=status not in BUSY)
+        self._refusal = status, kept_headers(answer), content
+        is_elsewhere = status in ELSEWHERE
+        if is_elsewhere or (status >= 500 and self._backend.budget.take()):
             raise AttemptFailedError(why, counts=not is_elsewhere)
-        self._status = f"HTTP {status}"
-        self._is_answered = True
-        await send_whole(self._send, *refusal)
+        await self._send_whole(f"HTTP {status}", self._refusal)
 
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """Pass a stream. The head goes with its first bytes: before them all may begin anew."""
         merged = self._merged
-        now_s = self._backend.now_s
+        now_s = time.monotonic
         async for piece in in_parts(answer.body()):
             out = merged.feed(piece)
-            self.midway = merged.is_midway
             self.heard_s = replica.heard_s = now_s()
             if merged.new_tokens:
                 self._count_tokens(merged.new_tokens, self.heard_s)
             if out:
-                self.waiting = False
+                self.must_follow = False  # the client is waited for
                 await self._send_piece(answer, out)
-                self.waiting = True
                 self.heard_s = now_s()
-            if merged.failure:
-                raise AttemptFailedError(merged.failure)
-            if merged.ended:
+            self.must_follow = self._has_token or merged.is_midway
+            if merged.failure or merged.ended:
                 break
         last = merged.end()
         if merged.failure:
@@ -336,12 +320,11 @@ class RelayedRequest:
     def _count_tokens(self, tokens: int, at_s: float) -> None:
         """Tokens came."""
         backend = self._backend
-        if not self.streaming:
-            self.streaming = True
+        if not self._has_token:
+            self._has_token = True
             backend.balancer.first_token(self._id, at_s)
         backend.stats.count_tokens(tokens, self.times, at_s)
         self.times.came(at_s)
-        self._seen_tokens += tokens
 
     async def _send_piece(self, answer: UpstreamAnswer, piece: bytes) -> None:
         """Send a piece of the answer's body, behind its head."""
@@ -354,7 +337,6 @@ class RelayedRequest:
 
     async def _close_stream(self, last: bytes) -> None:
         self._status = _reason(self._merged.finish_reason)
-        self._is_answered = True
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _relay_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
@@ -362,18 +344,22 @@ class RelayedRequest:
         self._merged.whole(content)
         if self._merged.failure:
             raise AttemptFailedError(self._merged.failure)
-        self.times.last_s = self._backend.now_s()
-        self._status = _reason(self._merged.finish_reason)
-        self._is_answered = True
-        await send_whole(self._send, 200, kept_headers(answer), content)
+        self.times.last_s = time.monotonic()
+        status = _reason(self._merged.finish_reason)
+        await self._send_whole(status, (200, kept_headers(answer), content))
+
+    async def _send_whole(self, status: str, answer: WholeAnswer) -> None:
+        """End the request with an answer in one piece."""
+        self._status = status
+        await send_whole(self._send, *answer)
 
     async def _whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> bytes:
         """The whole body of an answer; silence in the middle of it ends the attempt."""
 
         def heard() -> None:
-            self.heard_s = replica.heard_s = self._backend.now_s()
+            self.heard_s = replica.heard_s = time.monotonic()
 
-        self.midway = True
+        self.must_follow = True
         body = await answer.read(MAX_WHOLE_BYTES, heard)
         if len(body) > MAX_WHOLE_BYTES:
             raise UpstreamError("the answer is too long")
@@ -397,15 +383,15 @@ class RelayedRequest:
     def _record(self) -> None:
         """Count the request, and write it to the log."""
         backend = self._backend
-        stats = self._backend.stats
-        prompt = self._merged.prompt_tokens
-        tokens = self.generated
-        stats.prompt_tokens += prompt
-        if self._merged.usage is not None and self._call.choices == 1:
-            backend.gauge.count(self._call.prompt, prompt)
-        if self._merged.usage is not None:  # without ids an event may have several tokens
-            stats.generation_tokens += max(tokens - self._seen_tokens, 0)
-        stats.count_end(self._status, self.times, tokens)
+        stats = backend.stats
+        merged = self._merged
+        stats.prompt_tokens += merged.prompt_tokens
+        if merged.usage is not None and self._call.choices == 1:
+            backend.gauge.count(self._call.prompt, merged.prompt_tokens)
+        # Without ids an event may have several tokens: those that came were counted as they came.
+        stats.generation_tokens += self.generated - merged.tokens
+        self._status = self._status or "cancelled"
+        stats.count_end(self._status, self.times, self.generated)
         if backend.log is not None:
             self._log(backend.log)
 

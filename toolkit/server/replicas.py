@@ -17,7 +17,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 from toolkit.server.background import Background
-from toolkit.server.watched import once, spelled
+from toolkit.units import counted
 
 if TYPE_CHECKING:
     from toolkit.server.relay import RelayedRequest
@@ -61,7 +61,6 @@ _REPORTED = re.compile(
 MAX_ROWS = 1 << 20  # that a replica may report
 _MAX_TOKENS = re.compile(r"max_tokens=(\d{1,9})\b")
 MAX_ENGINES = 1024  # of a replica, of which figures are read
-FOREIGN = ("it serves ", "it runs ")  # problems with which a replica is left out
 _logger = logging.getLogger(__name__)
 COUNTERS = ("requests", "failures", "moved")  # of a replica, which only grow
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
@@ -78,16 +77,12 @@ class LiveReplica:
         default_tokens: the most tokens of an answer for which its client names no limit; None: not
             known.
         in_doubt: the next probe asks it for a token; until then others are preferred.
-        is_silent: it is in doubt because nothing came from it, though it has requests.
-        doubted_s: when that was asked last.
+        doubted_s: when it came into doubt last.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
         lost_s: when it was lost; None while it is up, and before.
-        name: what the log calls it; '': its URL.
         requests, failures, moved: requests that it was sent, attempts that failed there, and
             answers that went on elsewhere.
-        prompt_tokens, cached_tokens: of all requests, and those that the router expected in its
-            cache.
     """
 
     url: str
@@ -100,18 +95,14 @@ class LiveReplica:
     speaks_ids: bool = False
     default_tokens: int | None = None
     in_doubt: bool = False
-    is_silent: bool = False
     doubted_s: float = -math.inf
     attempts: set[RelayedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     lost_s: float | None = None
-    name: str = ""
     failed_answers: int = 0
     requests: int = 0
     failures: int = 0
     moved: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -122,16 +113,6 @@ class LiveReplica:
     def running(self) -> int:
         """Requests that are there."""
         return len(self.attempts)
-
-    @property
-    def called(self) -> str:
-        """Its name in the log."""
-        return self.name or self.url
-
-    @property
-    def cached_share(self) -> float | None:
-        """The share of all prompts that the router expected to be cached; None without any."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     def cut_all(self, reason: str) -> None:
         for attempt in list(self.attempts):
@@ -151,6 +132,14 @@ class ReplicaNeeds:
     model: str = ""
     max_model_len: int | None = None
     version: str = ""
+
+
+class UnfitError(Exception):
+    """Why a replica may not be sent requests, and the state that it has then."""
+
+    def __init__(self, why: str, state: State = "down") -> None:
+        super().__init__(why)
+        self.state = state
 
 
 class ReplicaPool:
@@ -184,7 +173,6 @@ class ReplicaPool:
         self._traits = traits
         self._needs = needs
         self.hang_s = hang_s
-        self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
         self._free: list[int] = []  # indexes of the balancer: their replicas are gone
         self.background = Background()
         self.losses = 0  # of replicas that were up, each time
@@ -193,48 +181,39 @@ class ReplicaPool:
 
     @property
     def up(self) -> list[LiveReplica]:
-        return [replica for replica in self.replicas if replica.state == "up"]
+        return [replica for replica in self.replicas if replica.up]
 
     @property
     def all_asked(self) -> bool:
         """Whether there are replicas, and each was probed at least once."""
-        probed = [replica.problem != "not asked yet" for replica in self.replicas]
+        probed = [replica.state != "joining" for replica in self.replicas]
         return bool(probed) and all(probed)
 
-    def renew(self, listed: Sequence[str]) -> str:
+    def renew(self, wanted: Sequence[str]) -> str:
         """Use the replicas with these URLs from now on. Returns a message about the change.
         Requests on a replica that is no longer listed may end there.
-
-        Raises `InputError` for an invalid URL, and changes nothing then.
         """
-        wanted = once(map(spelled, listed))
         known = {one.url for one in self.replicas}
         new = [url for url in wanted if url not in known]
-        upstreams = {url: self._upstream(url) for url in new}
         gone = [one for one in self.replicas if one.url not in wanted]
         for replica in gone:
-            if replica.state == "up":
-                replica.lost_s = time.monotonic()
-                _logger.info("replica %s is no longer listed", replica.called)
+            if replica.up:
+                _logger.info("replica %s is no longer listed", replica.url)
             self.remove(replica)
-        for url, upstream in upstreams.items():
-            self.add(url, upstream)
-        parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
-        parts += [f"new: {', '.join(new)}"] if new else []
-        parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
-        return "; ".join(parts)
+        for url in new:
+            self.add(url)
+        came = ", ".join(new) or "none"
+        went = ", ".join(replica.url for replica in gone) or "none"
+        return f"{counted(len(wanted), 'replica')}; new: {came}; gone: {went}"
 
-    def add(self, url: str, upstream: Upstream | None = None) -> LiveReplica:
+    def add(self, url: str) -> LiveReplica:
         """Watch a further replica."""
         index = self._free.pop() if self._free else self.balancer.add(self._traits)
-        replica = LiveReplica(url, upstream or self._upstream(url), index)
+        replica = LiveReplica(url, Upstream(url, math.inf, http=self.http), index)
         self.replicas.append(replica)
         self.by_index[replica.index] = replica
         self._tasks[replica] = self.background.start("probes", partial(self._watch, replica))
         return replica
-
-    def _upstream(self, url: str) -> Upstream:
-        return Upstream(url, math.inf, http=self.http)
 
     def remove(self, replica: LiveReplica) -> None:
         """Send a replica nothing more."""
@@ -245,8 +224,8 @@ class ReplicaPool:
 
     def failed(self, replica: LiveReplica, why: str) -> None:
         """Send a replica nothing until it answers a probe: it refused a connection or broke off."""
-        if replica.state == "up":
-            self._lose(replica, "down", f"is down: {why}", why)
+        if replica.up:
+            self._lose(replica, "down", why)
         replica.wake.set()
 
     def answered(self, replica: LiveReplica, status: int) -> None:
@@ -259,13 +238,12 @@ class ReplicaPool:
             replica.failed_answers = 0
             self.doubt(replica)
 
-    def doubt(self, replica: LiveReplica, *, is_silent: bool = False) -> None:
+    def doubt(self, replica: LiveReplica) -> None:
         """Ask a replica soon whether it serves at all."""
         now_s = time.monotonic()
-        if replica.state == "up" and now_s - replica.doubted_s > DOUBT_EVERY_S:
+        if replica.up and now_s - replica.doubted_s > DOUBT_EVERY_S:
             replica.doubted_s = now_s
             replica.in_doubt = True
-            replica.is_silent = is_silent
             replica.wake.set()
 
     def ended(self, replica: LiveReplica, attempt: RelayedRequest) -> None:
@@ -278,15 +256,6 @@ class ReplicaPool:
         """Indexes of replicas in doubt."""
         return [replica.index for replica in self.up if replica.in_doubt]
 
-    async def wait_up(self, timeout_s: float, able: Callable[[LiveReplica], bool]) -> bool:
-        """Wait until an `able` replica is up; False: none was in time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not any(map(able, self.up)):
-                    self.changed.clear()
-                    await self.changed.wait()
-        return any(map(able, self.up))
-
     async def sweep(self) -> None:
         """Cut silent answers, and check silent replicas, until cancelled."""
         while True:
@@ -294,14 +263,17 @@ class ReplicaPool:
             now_s = time.monotonic()
             for replica in list(self.by_index.values()):
                 for attempt in list(replica.attempts):
-                    late = attempt.waiting and now_s - attempt.heard_s > self.hang_s
-                    if late and (attempt.streaming or attempt.midway):
+                    if attempt.must_follow and now_s - attempt.heard_s > self.hang_s:
                         attempt.cut(f"it was silent for {self.hang_s:g} s")
-                if replica.state != "up" or not replica.attempts:
-                    continue
-                sent_s = min(attempt.heard_s for attempt in replica.attempts)
-                if now_s - max(replica.heard_s, sent_s) > self.hang_s and not replica.in_doubt:
-                    self.doubt(replica, is_silent=True)
+                if not replica.in_doubt and self._is_silent(replica):
+                    self.doubt(replica)
+
+    def _is_silent(self, replica: LiveReplica) -> bool:
+        """Return whether nothing came from a replica for `hang_s` seconds, though it has requests
+        that are older.
+        """
+        sent_s = min((attempt.heard_s for attempt in replica.attempts), default=math.inf)
+        return time.monotonic() - max(replica.heard_s, sent_s) > self.hang_s
 
     async def read_reports(self) -> None:
         """Give the balancer the replicas' own figures, until cancelled."""
@@ -315,17 +287,17 @@ class ReplicaPool:
         await self.http.close()
 
     def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
-        if replica.state == "up":
+        if replica.up:
             self.balancer.change(replica.index, is_up=False)
         replica.state = state
         replica.problem = why
 
-    def _lose(self, replica: LiveReplica, state: State, text: str, why: str) -> None:
+    def _lose(self, replica: LiveReplica, state: State, why: str) -> None:
         """Take out a replica that was up, log it and count it."""
         self._take_out(replica, state, why)
         replica.lost_s = time.monotonic()
         self.losses += 1
-        _logger.warning("replica %s %s", replica.called, text)
+        _logger.warning("replica %s is %s: %s", replica.url, state, why)
 
     def _release(self, replica: LiveReplica) -> None:
         """Forget a replica that is gone once its last request has ended."""
@@ -338,41 +310,15 @@ class ReplicaPool:
         failed = 0
         wait_s = PROBE_DOWN_S
         while True:
-            problem = await self._probe(replica)
-            failed = failed + 1 if problem else 0
-            foreign = problem.startswith(FOREIGN)
-            match replica.state:
-                case "gone":
-                    pass
-                case "up" if foreign:
-                    self._lose(replica, "left out", f"is left out: {problem}", problem)
-                case "up" if problem and replica.is_silent:
-                    why = f"it was silent for {self.hang_s:g} s, and when asked: {problem}"
-                    self._lose(replica, "hung", f"hangs: {why}", why)
-                    replica.cut_all(why)
-                case "up":
-                    if failed >= FAILED_PROBES or replica.in_doubt:
-                        self.failed(replica, problem)
-                case _ if problem:
-                    # Its loss was logged with the first reason; /replicas shows the latest.
-                    if problem != replica.problem and (foreign or replica.lost_s is None):
-                        left_out = " is left out" if foreign else ""
-                        _logger.warning("replica %s%s: %s", replica.called, left_out, problem)
-                    if replica.state != "hung":
-                        replica.state = "left out" if foreign else "down"
-                    replica.problem = problem
-                case _:
-                    replica.state = "up"
-                    replica.problem = ""
-                    replica.failed_answers = 0
-                    self.balancer.change(replica.index, is_up=True, is_fresh=True)
-                    away = ""
-                    if replica.lost_s is not None:
-                        away = f": it was away for {time.monotonic() - replica.lost_s:.1f} s"
-                    replica.lost_s = None
-                    _logger.info("replica %s is up%s", replica.called, away)
-                    self.changed.set()
-            if replica.state == "up":
+            try:
+                await self._probe(replica)
+                failed = 0
+                if not replica.up:
+                    self._take_in(replica)
+            except UnfitError as unfit:
+                failed += 1
+                self._on_unfit(replica, unfit.state, str(unfit), failed)
+            if replica.up:
                 pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
             else:
                 pause_s = wait_s
@@ -384,62 +330,88 @@ class ReplicaPool:
                 await asyncio.sleep(PROBE_DOWN_S / 5)  # what has just failed needs a moment
                 wait_s = PROBE_DOWN_S
 
-    async def _probe(self, replica: LiveReplica) -> str:
-        """Why a replica cannot serve; '' if it can."""
+    def _take_in(self, replica: LiveReplica) -> None:
+        """Send a replica requests from now on."""
+        replica.state = "up"
+        replica.problem = ""
+        replica.failed_answers = 0
+        self.balancer.change(replica.index, is_up=True, is_fresh=True)
+        away = ""
+        if replica.lost_s is not None:
+            away = f": it was away for {time.monotonic() - replica.lost_s:.1f} s"
+        replica.lost_s = None
+        _logger.info("replica %s is up%s", replica.url, away)
+        self.changed.set()
+
+    def _on_unfit(self, replica: LiveReplica, state: State, why: str, failed: int) -> None:
+        """Note why a replica failed a probe, the last of `failed` in a row."""
+        if not replica.up:
+            # Its loss was logged with the first reason; /replicas shows the latest.
+            if why != replica.problem and (state == "left out" or replica.lost_s is None):
+                _logger.warning("replica %s is %s: %s", replica.url, state, why)
+            if replica.state != "hung":
+                replica.state = state
+            replica.problem = why
+        elif self._is_silent(replica):
+            why = f"it was silent for {self.hang_s:g} s, and when asked: {why}"
+            self._lose(replica, "hung", why)
+            replica.cut_all(why)
+        elif state == "left out" or failed >= FAILED_PROBES or replica.in_doubt:
+            self._lose(replica, state, why)
+
+    async def _probe(self, replica: LiveReplica) -> None:
+        """Raise UnfitError if a replica cannot serve."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 status, _ = await self._ask(replica, "/health")
                 if status not in (200, 404):
-                    return f"/health answered {status}"
-                if problem := await self._identify(replica):  # another model may run there since
-                    return problem
+                    raise UnfitError(f"/health answered {status}")
+                await self._identify(replica)  # another model may run there since
             if replica.in_doubt:
-                problem = await self._cannot_generate(replica)
-                heard = time.monotonic() - replica.heard_s < self.hang_s
-                if problem and not (heard and replica.state == "up" and problem == self._silent):
-                    return problem
-                replica.in_doubt = replica.is_silent = False
+                await self._ask_token(replica)
+                replica.in_doubt = False
                 replica.heard_s = time.monotonic()  # asked again after `hang_s`
         except TimeoutError:
-            return f"no answer within {PROBE_TIMEOUT_S:g} s"
+            raise UnfitError(f"no answer within {PROBE_TIMEOUT_S:g} s") from None
         except UpstreamError as error:
-            if error.here and replica.state == "up":
-                return ""  # nothing is known of it
-            return str(error)
-        return ""
+            if not (error.here and replica.up):  # else nothing is known of it
+                raise UnfitError(str(error)) from None
 
-    async def _identify(self, replica: LiveReplica) -> str:
-        """What is wrong with a replica's model, context or version; '' if nothing is."""
+    async def _identify(self, replica: LiveReplica) -> None:
+        """Note what a replica says of itself. Raises UnfitError for a wrong model, context or
+        version.
+        """
         status, body = await self._ask(replica, "/v1/models")
         if status != 200:
-            return f"/v1/models answered {status}"
+            raise UnfitError(f"/v1/models answered {status}")
         models = decoded(body, Models)
         if models is None:
-            return "/v1/models is not OpenAI's"
+            raise UnfitError("/v1/models is not OpenAI's")
         needs = self._needs
         wanted = self.model
         if not models.data:
-            return "it serves no model"
+            raise UnfitError("it serves no model", "left out")
         model = next((one for one in models.data if one.id == wanted), models.data[0])
         if model.replicas is not None:  # requests could go round in a circle
-            return "it serves replicas itself"
+            raise UnfitError("it serves replicas itself", "left out")
         if wanted and model.id != wanted:
-            return f"it serves '{plain(model.id, 80)}', not '{wanted}'"
+            raise UnfitError(f"it serves '{plain(model.id, 80)}', not '{wanted}'", "left out")
         length = model.max_model_len or None
         if needs.max_model_len and length is not None and length < needs.max_model_len:
-            return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
+            why = f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
+            raise UnfitError(why, "left out")
         status, body = await self._ask(replica, "/version")
         version = decoded(body, Version) if status == 200 else None
         replica.version = plain(version.version, 80) if version is not None else ""
         known = replica.version.partition("+")[0]  # without what a build adds
         if needs.version and known and known != needs.version:
-            return f"it runs version {replica.version}, not {needs.version}"
+            why = f"it runs version {replica.version}, not {needs.version}"
+            raise UnfitError(why, "left out")
         self.model = self.model or plain(model.id)
         replica.max_model_len = length
         replica.speaks_ids = model.owned_by in IDS_FROM
-        if replica.state != "up":
+        if not replica.up:
             replica.default_tokens = await self._default_tokens(replica)
-        return ""
 
     async def _default_tokens(self, replica: LiveReplica) -> int | None:
         """The most tokens of an answer for which its client names no limit; None: not known.
@@ -480,8 +452,10 @@ class ReplicaPool:
         async with aclosing(answer):
             return answer.status, await answer.read(most_bytes)
 
-    async def _cannot_generate(self, replica: LiveReplica) -> str:
-        """Why a replica generates no token within `hang_s`; '' if it does, or is only busy."""
+    async def _ask_token(self, replica: LiveReplica) -> None:
+        """Raise UnfitError if a replica generates no token within `hang_s`, and is not only busy
+        with others.
+        """
         text = {"model": self.model, "prompt": "a", "max_tokens": 1}
         chat = {"model": self.model, "messages": [{"role": "user", "content": "a"}]}
         try:
@@ -490,16 +464,18 @@ class ReplicaPool:
                 if status in NO_ROUTE:  # a server of chats alone
                     status, _ = await self._ask(replica, CHAT, chat | {"max_tokens": 1})
         except TimeoutError:
-            return self._silent
+            if replica.up and time.monotonic() - replica.heard_s < self.hang_s:
+                return  # it has a long queue
+            raise UnfitError(f"it generated no token within {self.hang_s:g} s") from None
         except UpstreamError:
-            return "it broke off when asked for a token"
-        refused = status in NOT_SERVED or status >= 500
-        return f"it answered {status} when asked for a token" if refused else ""
+            raise UnfitError("it broke off when asked for a token") from None
+        if status in NOT_SERVED or status >= 500:
+            raise UnfitError(f"it answered {status} when asked for a token")
 
     async def _report(self, replica: LiveReplica) -> None:
         """Give the balancer a replica's own figures, if there are any."""
         figures = await self.figures(replica)
-        if replica.state == "up" and figures is not None:
+        if replica.up and figures is not None:
             waiting, _, usage = figures
             self.balancer.report(replica.index, ReplicaReport(waiting, usage))
 

@@ -1,9 +1,8 @@
 """What a server looks at again while it runs: a file of keys, and the list of replicas, of a file
 or of a name in DNS.
 
-`follow` checks files once a second through stat(2). That detects a link that Kubernetes swaps, a
-new file that an editor puts under the old name, and `cp` into the existing file. If something
-cannot be read, the last good version stays in force and one warning is printed per bad version.
+`follow` reads files once a second, so it does not matter how one is changed. If something cannot be
+read, the last good version stays in force and one warning is printed for each problem.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -24,75 +24,54 @@ ValueT = TypeVar("ValueT")
 
 
 class Watched(Generic[ValueT]):
-    """A value that never changes; those of the subclasses may.
+    """A value that may change while the server runs.
+
+    Args:
+        look: reads it again; None: it never changes.
 
     Attributes:
         value: as it was read last.
-        every_s: how often it may be looked at; None: it never changes.
+        every_s: how often it is read.
     """
 
-    every_s: float | None = None
-
-    def __init__(self, value: ValueT) -> None:
+    def __init__(
+        self,
+        value: ValueT,
+        look: Callable[[], ValueT] | None = None,
+        every_s: float = CHECK_EVERY_S,
+    ) -> None:
         self.value = value
+        self.look = look
+        self.every_s = every_s
 
     def changed(self) -> ValueT | None:
         """Look, which may take a while. Return the value if it changed, else None. Raises
         `InputError` if it cannot be read.
         """
-        return None
-
-
-class WatchedFile(Watched[ValueT]):
-    """The value that `read` makes of a file, and again when the file changes. `read` raises
-    `InputError` if it cannot; for each bad version that is raised once.
-    """
-
-    every_s = CHECK_EVERY_S
-
-    def __init__(self, file: Path, read: Callable[[Path], ValueT]) -> None:
-        self._file = file
-        self._read = read
-        # Taken before reading: a file that changes meanwhile is read once more.
-        self._fingerprint = _fingerprint(file)
-        super().__init__(read(file))
-
-    def changed(self) -> ValueT | None:
-        fingerprint = _fingerprint(self._file)
-        if fingerprint == self._fingerprint:
+        value = self.value if self.look is None else self.look()
+        if value == self.value:
             return None
-        self._fingerprint = fingerprint
-        self.value = self._read(self._file)
-        return self.value
+        self.value = value
+        return value
 
 
-def _fingerprint(file: Path) -> tuple[int, ...]:
-    """A file's version; () for a missing file.
-
-    The inode's time (ctime) changes even if the length stays the same and both writes fall into one
-    tick of the clock.
-    """
-    try:
-        stat = file.stat()
-    except OSError:
-        return ()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+def watched_file(file: Path, read: Callable[[Path], ValueT]) -> Watched[ValueT]:
+    """Return what `read` makes of a file, now and later. Raises what `read` raises."""
+    return Watched(read(file), partial(read, file))
 
 
 async def follow(
     watched: Watched[ValueT], take: Callable[[ValueT], str], say: Callable[[str], None]
 ) -> None:
-    """Look again and again; `take` gets each new value, and returns a message about the change.
-    Returns only if the value never changes.
+    """Look now, and again and again; `take` gets each new value, and returns a message about the
+    change. Returns only if the value never changes.
     """
     problem = ""
-    while watched.every_s is not None:
-        await asyncio.sleep(watched.every_s)
+    while watched.look is not None:
         before = problem
         problem = message = ""
         try:
-            # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would
-            # pause all streams.
+            # In a thread: to look a name up, or to read a long list, would pause all streams.
             value = await asyncio.to_thread(watched.changed)
             message = "" if value is None else take(value)
         except LlmctlError as error:
@@ -100,6 +79,7 @@ async def follow(
         if told := message or (problem if problem != before else ""):
             with suppress(OSError):  # stderr is closed at the other end
                 say(told)
+        await asyncio.sleep(watched.every_s)
 
 
 MAX_REPLICAS = 1024
@@ -107,26 +87,6 @@ DNS_EVERY_S = 3.0
 ANSWER_S = 10.0
 MAX_FILE_BYTES = 1 << 20
 HINT = "--replicas takes FILE or dns://NAME:PORT"
-
-
-class WatchedName(Watched[list[str]]):
-    """The URLs of all addresses of a name, as of a headless Service of Kubernetes or round-robin
-    DNS. There is none before the first look: the name may be known only once a replica is there.
-    """
-
-    every_s = DNS_EVERY_S
-
-    def __init__(self, name: str, port: int) -> None:
-        super().__init__([])
-        self._name = name
-        self._port = port
-
-    def changed(self) -> list[str] | None:
-        urls = _addresses(self._name, self._port)
-        if urls == self.value:
-            return None
-        self.value = urls
-        return urls
 
 
 def given_replicas(urls: Sequence[str]) -> Watched[list[str]]:
@@ -155,6 +115,9 @@ def _read_list(path: Path) -> list[str]:
 
 
 def _addresses(name: str, port: int) -> list[str]:
+    """Return the URLs of all addresses of a name, as of a headless Service of Kubernetes or
+    round-robin DNS.
+    """
     try:
         addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -172,13 +135,14 @@ def listed_replicas(text: str) -> Watched[list[str]]:
     """
     scheme, has_scheme, rest = text.partition("://")
     if not has_scheme:
-        return WatchedFile(Path(text), _read_list)
+        return watched_file(Path(text), _read_list)
     name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
     if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
         port = int(found[3])
         if not 0 < port < 65536:
             raise InputError(f"--replicas {text}: {port} is not a port", "1 to 65535")
-        return WatchedName(found[1], port)
+        # None before the first look: the name may be known only once a replica is there.
+        return Watched([], partial(_addresses, found[1], port), DNS_EVERY_S)
     if scheme in ("http", "https"):
         raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {HINT}")
     raise InputError(f"--replicas {text}: not a list of replicas", HINT)

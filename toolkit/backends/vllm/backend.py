@@ -146,7 +146,7 @@ class VllmBackend:
             return ended
 
     def replica(self, plan: Plan, options: ServerOptions, number: int, folder: Path) -> VllmServer:
-        """See `toolkit.server.own_replicas.StartsServers`. Raises `InputError` for a plan that was
+        """See `StartsReplicas.replica`. Raises `InputError` for a plan that was
         fitted on another CPU or version of vLLM, and `EngineError` for too few GPUs or CPUs.
         """
         require_gpu(plan.recipe)
