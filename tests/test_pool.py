@@ -665,6 +665,15 @@ async def test_a_client_that_leaves_frees_its_replica(front: Front, servers: lis
     assert not any(each.attempts for each in front.pool.replicas)
 
 
+@behind({"token_s": 0.005})
+async def test_what_runs_when_a_front_stops_ends_with_an_error(
+    front: Front, servers: list[StandIn]
+):
+    told = await front.stream(asked(60), at=3, act=front.backend.stop)
+    assert "error" in told.events[-1]
+    assert front.backend.stats.ended["failed"] == 1
+
+
 @behind({"token_s": 0.002}, {"token_s": 0.002}, max_waiting=2)
 async def test_more_requests_than_may_wait_get_503(front: Front, servers: list[StandIn]):
     for replica in front.backend.balancer.replicas:

@@ -49,6 +49,7 @@ from toolkit.server.backend import SendAnswer, ServerBackend
 from toolkit.server.background import while_connected
 from toolkit.server.bodies import read_body
 from toolkit.server.http import possible_connections
+from toolkit.server.live import SHUTTING_DOWN
 from toolkit.server.log import EventLog
 from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
@@ -85,6 +86,7 @@ class PoolBackend(ServerBackend):
 
     Attributes:
         continued: answers that went on at another replica.
+        stopped: what still runs ends with an error.
     """
 
     descriptors_each = 2
@@ -105,6 +107,7 @@ class PoolBackend(ServerBackend):
         self.gauge = PromptGauge(options.block_tokens or BLOCK_TOKENS)
         self.budget = RetryBudget()
         self.continued = 0
+        self.stopped = False
         self.numbers = count(1)  # of the requests
         self._own = own
         self._fleet = fleet
@@ -161,6 +164,9 @@ class PoolBackend(ServerBackend):
             self.options.say("no replica is up yet: requests get 503 until one is")
 
     async def stop(self) -> None:
+        self.stopped = True
+        for replica in self.pool.by_index.values():
+            replica.cut_all(SHUTTING_DOWN)
         if self._own is not None:
             await self._own.stop()
         await self.pool.stop()

@@ -158,7 +158,7 @@ class RelayedRequest:
             except AttemptFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
-                if merged.complete or not merged.goes_on:
+                if merged.complete or not merged.goes_on or self._backend.stopped:
                     await self._give_up(f"the answer broke off: {failed}")
                     return
                 failures = 1 if merged.tokens > tokens else failures + failed.counts
