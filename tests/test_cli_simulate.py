@@ -82,7 +82,7 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
         ("--set fcfs.x=1", "--set fcfs.x", "slice"),
         ("--set slice.x=1", "'x'", "slice_tokens"),
         ("--rate fast", "--rate fast", "5,10,20"),
-        ("--rate -1", "-1", "1e-06"),
+        ("--rate -1", "-1", "5,10,20"),
         ("--policies ,", "--policies ','", ""),
         ("--rate ,", "--rate ','", ""),
         ("--routers ,", "--routers ','", ""),

@@ -116,7 +116,9 @@ def is_printed(line: str, output: str) -> bool:
 def named_files(page: Path) -> dict[str, str]:
     """The YAML files that the page shows, by the name in their first line."""
     blocks = re.findall(
-        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S
+        r"^```(?:yaml|text)\n# (\S+\.yaml|keys)\n(.*?)^```",
+        page.read_text(encoding="utf-8"),
+        re.M | re.S,
     )
     return dict(blocks)
 

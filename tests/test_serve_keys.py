@@ -34,11 +34,13 @@ def test_a_file_has_a_key_on_each_line(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text(f"{ANA}\n")
     assert read_keys(path) == (ANA,)
-    path.write_text(f"{ANA}\n{BEN}\n\n{ANA}\n")
+    path.write_text(f"# of the team\n{ANA}\n{BEN}\n\n{ANA}\n")
     assert read_keys(path) == (ANA, BEN)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe", f"keys:\n  - name: {ANA}\n".encode()])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\xff\xfe", b"a key", f"keys:\n  - name: {ANA}\n".encode()]
+)
 def test_a_file_of_something_else_is_refused_without_a_secret(tmp_path: Path, content: bytes):
     path = tmp_path / "keys"
     path.write_bytes(content)

@@ -24,7 +24,7 @@ from toolkit.metrics import Served, meets_sla
 from toolkit.server.driver import Driver
 from toolkit.server.options import one_key
 from toolkit.server.stats import TOKEN_BUCKETS, Histogram, RequestTimes, Stats, quantile
-from toolkit.server.status import SAMPLES, Facts, StatusPage, facts_of
+from toolkit.server.status import SAMPLES, StatusPage, facts_of
 
 SLA = {
     "ttft_p99_s": 200.0,
@@ -263,10 +263,10 @@ def test_the_page_is_on_by_default_only_on_loopback(
 class LiveServer:
     """A server in a thread of this process, which keeps its port when it is started again."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, sla: dict[str, float]) -> None:
         self.port = 0
         self.driver = None
-        self.facts = facts
+        self.sla = sla
 
     @contextmanager
     def running(self) -> Iterator[Driver]:
@@ -277,10 +277,10 @@ class LiveServer:
 
         async def serve() -> None:
             driver = make_driver(ToyWorkers())
-            driver.stats.sla = SLA
+            driver.stats.sla = self.sla
             await driver.start()
             self.driver = driver
-            app = app_of(driver, replace(OPTIONS, status_page=True), self.facts)
+            app = app_of(driver, replace(OPTIONS, status_page=True), FACTS)
             self.status = app.page
             server = HttpServer(app)
             self.ending = asyncio.Event()
@@ -345,7 +345,7 @@ def browser() -> Iterator:
 @pytest.mark.slow
 def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
     sla = {"ttft_p99_s": 1e-9, "e2e_mean_s": 500.0, "mtpot_p99_s": 1.0}
-    server = LiveServer(replace(FACTS, sla=sla))
+    server = LiveServer(sla)
     with server.running():
         url = f"http://127.0.0.1:{server.port}/"
         with page_of(browser, url, reduced_motion="reduce") as (page, seen):

@@ -27,20 +27,22 @@ Keys = tuple[str, ...]  # any of them is accepted; (): none is asked for
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the keys of a file, one on each line.
+    """Return the keys of a file, one on each line; lines that begin with # are none.
 
     Raises InputError if it cannot be read, holds no key or something else, or if every user may
     write to it. The message holds no key.
     """
-    words = read_bytes(path, HINT).split()
+    lines = [line.strip() for line in read_bytes(path, HINT).splitlines()]
+    keys = [line for line in lines if line and not line.startswith(b"#")]
     if path.stat().st_mode & stat.S_IWOTH:
         text = f"{path.name}: every user of this machine may write to it"
         raise InputError(text, f"chmod o-w {path}")
-    if not words:
+    if not keys:
         raise InputError(f"{path.name}: it holds no API key", HINT)
-    if any(not word.isascii() or b":" in word for word in words):
-        raise InputError(f"{path.name}: a key holds a colon, or is not ASCII text", HINT)
-    return tuple(dict.fromkeys(word.decode("ascii") for word in words))
+    if any(not re.fullmatch(rb"[!-9;-~]+", key) for key in keys):
+        text = f"{path.name}: a key holds a space, a colon or what is not ASCII text"
+        raise InputError(text, HINT)
+    return tuple(dict.fromkeys(key.decode("ascii") for key in keys))
 
 
 def digests_of(keys: Iterable[str]) -> set[str]:

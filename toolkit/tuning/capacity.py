@@ -166,9 +166,10 @@ class LoadSearch:
             low, high = self._narrowed(low, high)
             shares = [*self.below, ABOVE] if self.below and high is not None else self.below
             checked = self.tried([share * low for share in shares if not self._has(share, low)])
-            if broken := [point.load for point in checked if not point.kept and point.load < low]:
+            tried = self.points.values()
+            if broken := [point.load for point in tried if not point.kept and point.load < low]:
                 high = cap = min(broken)
-                kept = [p.load for p in self.points.values() if p.kept and p.load < high]
+                kept = [point.load for point in tried if point.kept and point.load < high]
                 if not kept:
                     return None
                 low = max(kept)
