@@ -548,13 +548,9 @@ def folder(installed: Installed, tuned: Path, tmp_path: Path) -> Iterator[Folder
     one.stop()
 
 
-@pytest.mark.timeout(
-    1500
-)  # a page of searches takes minutes of plain Python, and more beside others
+@pytest.mark.timeout(1500)  # a page of searches takes minutes of plain Python, more beside others
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=named)
 def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folder) -> None:
-    if page.name == "capacity.md":
-        pytest.skip("its searches take more than ten minutes of plain Python")
     script = SCRIPTS.get(named(page), Script())
     for name, text in named_files(page).items():
         (folder.path / name).write_text(text)

@@ -122,7 +122,7 @@ class Kernel:
     factors: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, **counts: Any) -> Floats:
-        """Return the seconds [n] of a kernel that counts so many [n] of each of its terms."""
+        """Return the seconds [n] of a kernel, from the amount [n] of each of its terms."""
         seconds: Any = 0.0
         at_rates = []
         for name, count in counts.items():
@@ -176,8 +176,9 @@ def chunk_s(
 
 def latent_decode_s(law: Kernel, rows: Floats, heads: Any, read_bytes: Floats) -> Floats:
     """Return the seconds of a layer's latent attention of decodes besides GEMMs: norms, the rotary
-    embedding, cache writes and absorbed weights, too. The factor is of reading by so many heads:
-    kernels are made for tiles of heads, and many heads compute longer than the cache is read.
+    embedding, cache writes and absorbed weights, too. A factor of reading depends on the number of
+    heads: kernels are made for tiles of heads, and many heads compute longer than the cache is
+    read.
     """
     return law.seconds(
         start_s=rows > 0,
@@ -191,7 +192,8 @@ def latent_decode_s(law: Kernel, rows: Floats, heads: Any, read_bytes: Floats) -
 def sparse_s(law: Kernel, tokens: Floats, indexed: Floats, best: Floats, heads: Any) -> Floats:
     """Return the seconds of a layer's latent attention to the best tokens, besides GEMMs and the
     start of a pass. New `tokens` have an index that reads `indexed` tokens, and attend to `best` of
-    them. Decodes and chunks attend alike, in the latent space; the factor is of so many heads.
+    them. Decodes and chunks attend alike, in the latent space. The factor depends on the number of
+    heads.
     """
     return law.seconds(
         row_s=tokens,
