@@ -55,7 +55,7 @@ def picture(inner: str, width: float, height: float, label: str) -> str:
 def charted(drawing: str, label: str) -> str:
     """A chart of the report as a file of its own."""
     size = drawing.split('viewBox="')[1].split('"')[0].split()
-    inner = drawing.partition(">")[2].removesuffix("</svg>")
+    inner = drawing.partition(">")[2].removesuffix("</svg>\n")
     return picture(inner, float(size[2]), float(size[3]), label)
 
 

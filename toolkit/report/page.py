@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jinja2
-
 import toolkit
-from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import Limit, Outcome, broken
 from toolkit.report.material import BenchResult, Material, environment_section
 from toolkit.report.parts import (
@@ -25,6 +22,7 @@ from toolkit.report.parts import (
     Table,
     bars,
     metric_name,
+    page_templates,
     quantity,
 )
 from toolkit.report.sections import (
@@ -193,12 +191,4 @@ def render_page(title: str, description: str, sections: list[Sheet], made: str =
         "version": toolkit.__version__,
         "sections": sections,
     }
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(shipped_templates()),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("report.html.j2").render(page=page)
+    return page_templates().get_template("report.html.j2").render(page=page)

@@ -1,21 +1,22 @@
 """A sheet and its parts: tables, facts, badges, words for metrics, and small SVG charts.
 
-Text is plain text, which the template escapes; only charts are markup. They are built from XML
-elements, so no text can become markup. They draw points and lines on two axes, without knowing what
-the numbers mean. Colours and strokes are CSS classes that the page's style sets. A point has a
-`<title>`, which browsers show under the pointer without any script. Bars are drawn by the template.
+Text is plain text, which the templates escape; only charts are markup. They draw points and lines
+on two axes, without knowing what the numbers mean. Colours and strokes are CSS classes that the
+page's style sets. A point has a `<title>`, which browsers show under the pointer without any script.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
-from xml.etree import ElementTree
 
+import jinja2
 from markupsafe import Markup
 
+from toolkit.files.shipped import shipped_templates
 from toolkit.units import number, seconds
 
 
@@ -196,8 +197,6 @@ TOP = 12
 BOTTOM = 40
 MAX_POINTS = 2000  # of a series: more would show nothing new and make the page larger
 
-Element = ElementTree.Element
-
 
 ChartPoint = tuple[float, float, str]  # x, y, and what it is; '': it shows its two values
 
@@ -211,17 +210,37 @@ class ChartSeries:
     kind: Literal["points", "line", "marks"] = "points"  # marks: larger points
 
 
-@dataclass(slots=True)
-class _Scale:
-    low: float
-    high: float
-    start: float
-    end: float
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis from `start` to `end` in the view box; its ticks go from its lowest value to its
+    highest one.
+    """
+
+    name: str
+    start: int
+    end: int
     ticks: list[float]
 
     def place(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
+        """Return where a value is in the view box."""
+        low, *_, high = self.ticks
+        share = (value - low) / (high - low)
         return round(self.start + share * (self.end - self.start), 1)
+
+
+@cache
+def page_templates() -> jinja2.Environment:
+    """Return the templates of pages and charts, which escape every text."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(shipped_templates()),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["number"] = number
+    return environment
 
 
 def chart(
@@ -231,38 +250,27 @@ def chart(
     *,
     level: float | None = None,
 ) -> Markup:
-    """Draw a chart; `level` adds a horizontal line."""
+    """Draw a chart as SVG; `level` adds a horizontal line. '' without points."""
     drawn = [
-        (one, one.points[:: -(-len(one.points) // MAX_POINTS)]) for one in series if one.points
+        replace(one, points=one.points[:: -(-len(one.points) // MAX_POINTS)])
+        for one in series
+        if one.points
     ]
-    xs = [x for _, points in drawn for x, _, _ in points]
-    ys = [y for _, points in drawn for _, y, _ in points]
-    if not xs:
+    if not drawn:
         return Markup()
-    if level is not None:
-        ys = [*ys, level]
-    x = _scale(xs, LEFT, WIDTH - RIGHT)
-    y = _scale(ys, HEIGHT - BOTTOM, TOP)
-    root = _root(HEIGHT + 18 * (len(drawn) > 1), f"{y_name} over {x_name}")
-    _grid(root, x_name, y_name, x, y)
-    if level is not None:
-        _line(root, [(x.low, level), (x.high, level)], x, y, "rule")
-    for index, (one, points) in enumerate(drawn):
-        cls = f"s{index % 4}"
-        radius = {"marks": 5.0, "points": 2.6, "line": 4.0}[one.kind]
-        if one.kind == "line":
-            _line(root, [(at_x, at_y) for at_x, at_y, _ in points], x, y, cls)
-            cls = "hit"  # invisible points that show their title under the pointer
-        for at_x, at_y, label in points:
-            point = _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=cls)
-            values = f"{x_name}: {number(at_x)}; {y_name}: {number(at_y)}"
-            _add(point, "title", text=f"{one.name}: {label or values}")
-    left = float(LEFT)  # of the legend's next name
-    for index, (one, _) in enumerate(drawn if len(drawn) > 1 else []):
-        _add(root, "circle", cx=left, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
-        _add(root, "text", x=left + 8, y=HEIGHT + 12, text=one.name)
-        left += 22 + 6.2 * len(one.name)
-    return Markup(ElementTree.tostring(root, encoding="unicode"))
+    xs = [x for one in drawn for x, _, _ in one.points]
+    ys = [y for one in drawn for _, y, _ in one.points]
+    levels = [] if level is None else [level]
+    template = page_templates().get_template("chart.svg.j2")
+    text = template.render(
+        x=Axis(x_name, LEFT, WIDTH - RIGHT, _ticks(xs)),
+        y=Axis(y_name, HEIGHT - BOTTOM, TOP, _ticks([*ys, *levels])),
+        series=drawn,
+        level=level,
+        width=WIDTH,
+        height=HEIGHT,
+    )
+    return Markup(text)
 
 
 def bars(values: Mapping[str, float], most: float, beyond: str) -> list[Bar]:
@@ -278,63 +286,13 @@ def bars(values: Mapping[str, float], most: float, beyond: str) -> list[Bar]:
     return drawn
 
 
-def _scale(values: Sequence[float], start: float, end: float) -> _Scale:
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Return round numbers from 0 or below these values to 0 or above them."""
     low = min(*values, 0.0)
     high = max(*values, 0.0)
     rough = (high - low or 1.0) / 5  # the step is 1, 2 or 5 times a power of ten, not below it
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * times for times in (1, 2, 5, 10) if size * times >= rough * (1 - 1e-9))
     first = math.floor(low / step)
-    last = math.ceil(high / step)
-    last = max(last, first + 1)
-    ticks = [round(step * k, 12) for k in range(first, last + 1)]
-    return _Scale(ticks[0], ticks[-1], start, end, ticks)
-
-
-def _grid(root: Element, x_name: str, y_name: str, x: _Scale, y: _Scale) -> None:
-    bottom = HEIGHT - BOTTOM
-    right = WIDTH - RIGHT
-    for tick in x.ticks:
-        at = x.place(tick)
-        _add(root, "path", d=f"M{at} {TOP}V{bottom}", cls="grid")
-        _add(root, "text", x=at, y=bottom + 15, text=number(tick), anchor="middle")
-    for tick in y.ticks:
-        at = y.place(tick)
-        _add(root, "path", d=f"M{LEFT} {at}H{right}", cls="grid")
-        _add(root, "text", x=LEFT - 6, y=at + 4, text=number(tick), anchor="end")
-    name = {"anchor": "middle", "cls": "name"}
-    _add(root, "text", x=(LEFT + right) / 2, y=HEIGHT - 6, text=x_name, **name)
-    middle = (TOP + bottom) / 2
-    turned = _add(root, "text", x=13, y=middle, text=y_name, **name)
-    turned.set("transform", f"rotate(-90 13 {middle})")
-
-
-def _line(
-    root: Element, points: Sequence[tuple[float, float]], x: _Scale, y: _Scale, cls: str
-) -> None:
-    text = "L".join(f"{x.place(at_x)} {y.place(at_y)}" for at_x, at_y in points)
-    _add(root, "path", d=f"M{text}", cls=f"line {cls}")
-
-
-def _root(height: float, label: str) -> Element:
-    size = {"viewBox": f"0 0 {WIDTH} {height:g}"}
-    return Element("svg", size | {"role": "img", "aria-label": label})
-
-
-def _add(
-    parent: Element,
-    tag: str,
-    *,
-    text: str = "",
-    cls: str = "",
-    anchor: str = "",
-    **attributes: object,
-) -> Element:
-    texts = {
-        name: f"{value:g}" if isinstance(value, float) else str(value)
-        for name, value in attributes.items()
-    }
-    texts |= {key: value for key, value in (("class", cls), ("text-anchor", anchor)) if value}
-    element = ElementTree.SubElement(parent, tag, texts)
-    element.text = text or None
-    return element
+    last = max(math.ceil(high / step), first + 1)
+    return [round(step * k, 12) for k in range(first, last + 1)]
