@@ -180,7 +180,7 @@ def of_files(
         if re.search(r"\{\{", text):
             continue  # of a chart, which its values fill
         try:
-            for server in servers_in(file, what):
+            for server in servers_in(file, [what]):
                 yield f"{where}: {server.name}", server, False
         except InputError as error:
             if "no vLLM server" not in error.message:
@@ -197,7 +197,7 @@ def of_pages(folder: Path) -> Iterator[tuple[str, FoundServer | InputError, bool
             place.write_text(block, encoding="utf-8")
             where = f"{file.relative_to(folder)}, block {number + 1}"
             try:
-                for server in servers_in(place, "values"):
+                for server in servers_in(place, ["values"]):
                     yield f"{where}: {server.name}", server, False
             except InputError as error:
                 if "no vLLM server" not in error.message:
@@ -419,8 +419,8 @@ PAGE_HEAD = """\
 
     python -m benchmarks.public.deployments --sources FOLDER --configs FOLDER
 
-What `recipe from-command`, `from-values`, `from-compose` and `from-manifest` make of vLLM
-deployments that others publish ([raw data](data/deployments.json)). *Usable*: each flag and
+What `recipe from-command` and `from-file` make of vLLM deployments that others publish ([raw
+data](data/deployments.json)). *Usable*: each flag and
 variable is read, and none asks for what llmctl does not model, nor does the model. Nothing was
 started. Where no config.json was at hand, the flags alone were judged, and the model only by what
 its source says: whether it takes media, and names of families that are known to have sparse

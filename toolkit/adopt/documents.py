@@ -7,7 +7,7 @@ The charts are vLLM's production-stack (`servingEngineSpec.modelSpec`) and llm-d
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ POD_TEMPLATES = {  # where a kind of object has its pods, and how many
     "InferenceService": ("spec", "predictor"),
 }
 LEADER = ("spec", "leaderWorkerTemplate", "leaderTemplate", "spec")
+FORMS = ("values", "compose", "manifest")  # of files
 NOT_GIVEN = "$(NOT_GIVEN)"  # stands for a value that the cluster sets
 
 
@@ -57,23 +58,24 @@ def _items(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [document]
 
 
-def servers_in(path: Path, what: str) -> list[FoundServer]:
-    """Return the vLLM servers of a file.
-
-    Args:
-        what: 'values', 'compose' or 'manifest'.
+def servers_in(path: Path, forms: Iterable[str] = FORMS) -> list[FoundServer]:
+    """Return the vLLM servers of a file, which is read in each of these forms.
 
     Raises `InputError` where there is none; `server_of` says what else is refused.
     """
-    read: Callable[[dict[str, Any]], Iterator[FoundServer]]
-    read, hint = {
-        "values": (_of_values, "production-stack has servingEngineSpec.modelSpec, llm-d decode"),
-        "compose": (_of_compose, "a service has an image with vllm in its name, or vllm serve"),
-        "manifest": (_of_object, "a container has an image with vllm in its name, or vllm serve"),
-    }[what]
-    servers = [server for document in read_documents(path) for server in read(document)]
+    readers = {"values": _of_values, "compose": _of_compose, "manifest": _of_object}
+    servers = [
+        server
+        for document in read_documents(path)
+        for form in forms
+        for server in readers[form](document)
+    ]
     if not servers:
-        raise InputError(f"{path}: no vLLM server in it", hint)
+        raise InputError(
+            f"{path}: no vLLM server in it",
+            "a container or a service has an image with vllm in its name, or runs vllm serve; "
+            "values have servingEngineSpec.modelSpec (production-stack) or decode (llm-d)",
+        )
     return servers
 
 

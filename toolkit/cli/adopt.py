@@ -1,6 +1,4 @@
-"""`llmctl recipe from-command`, `from-values`, `from-compose` and `from-manifest`: a recipe of a
-vLLM server that exists.
-"""
+"""`llmctl recipe from-command` and `from-file`: a recipe of a vLLM server that exists."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 
 from toolkit.adopt.command import FoundServer, read_command
 from toolkit.adopt.documents import chosen, servers_in
-from toolkit.adopt.recipe import Verdict, made_recipe, read_server
+from toolkit.adopt.recipe import made_recipe, read_server
 from toolkit.catalogue.gpus import GPUS
 from toolkit.cli.arguments import (
     JsonOption,
@@ -70,36 +68,19 @@ def from_command(args: CommandOptions) -> None:
 
 
 @command_of(FileOptions, "sla")
-def from_values(args: FileOptions) -> None:
-    """Print a recipe of a server in the values of vLLM's production-stack, or of llm-d's chart.
+def from_file(args: FileOptions) -> None:
+    """Print a recipe of a server in a YAML file: values of vLLM's production-stack or llm-d's
+    chart, a compose file, or a Kubernetes manifest (a Deployment, a StatefulSet, a Pod, a
+    LeaderWorkerSet, an InferenceService, or production-stack's VLLMRuntime).
 
     A line on stderr for each flag and variable says what becomes of it.
     """
-    _show(args, chosen(servers_in(args.file, "values"), args.name, args.file), str(args.file))
-
-
-@command_of(FileOptions, "sla")
-def from_compose(args: FileOptions) -> None:
-    """Print a recipe of a server in a compose file.
-
-    A line on stderr for each flag and variable says what becomes of it.
-    """
-    _show(args, chosen(servers_in(args.file, "compose"), args.name, args.file), str(args.file))
-
-
-@command_of(FileOptions, "sla")
-def from_manifest(args: FileOptions) -> None:
-    """Print a recipe of a server in a Kubernetes manifest: a Deployment, a StatefulSet, a Pod, a
-    LeaderWorkerSet, an InferenceService, or production-stack's VLLMRuntime.
-
-    A line on stderr for each flag and variable says what becomes of it.
-    """
-    _show(args, chosen(servers_in(args.file, "manifest"), args.name, args.file), str(args.file))
+    _show(args, chosen(servers_in(args.file), args.name, args.file), str(args.file))
 
 
 def _show(args: AdoptOptions, server: FoundServer, origin: str) -> None:
     read = read_server(server)
-    note(*(_line(one) for one in read.verdicts))
+    note(*(f"{one.what}: {one.subject}: {one.why}" for one in read.verdicts))
     traffic = lengths_of(args.trace)
     made, recipe = made_recipe(read, origin, args.gpu, args.model, parse_sla(args.sla), traffic)
     note(*made.notes)
@@ -110,7 +91,3 @@ def _show(args: AdoptOptions, server: FoundServer, origin: str) -> None:
         "notes": made.notes,
     }
     emit(args.as_json, result, lambda: print(made.text, end=""))
-
-
-def _line(verdict: Verdict) -> str:
-    return f"{verdict.what}: {verdict.subject}: {verdict.why}"

@@ -12,7 +12,7 @@ from toolkit.catalogue.classes import of_config, refusal
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
-from toolkit.cli.adopt import from_command, from_compose, from_manifest, from_values
+from toolkit.cli.adopt import from_command, from_file
 from toolkit.cli.arguments import (
     JsonOption,
     ScenarioOptions,
@@ -82,9 +82,7 @@ class NewOptions(ScenarioOptions):
 
 
 app.command("from-command")(from_command)
-app.command("from-values")(from_values)
-app.command("from-compose")(from_compose)
-app.command("from-manifest")(from_manifest)
+app.command("from-file")(from_file)
 
 
 @app.command("new")
