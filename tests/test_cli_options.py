@@ -29,7 +29,6 @@ OTHER_MEANINGS = {
         "trace generate": "is drawn",
     },
     "--recipe": {"fit": "of a server with a log"},
-    "--replicas": {"render": "a number", "serve": "a list of URLs"},
     "--routers": {
         "tune": "are searched",
         "simulate": "are simulated, in place of the recipe's",

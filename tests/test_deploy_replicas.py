@@ -78,12 +78,12 @@ def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -
     assert [word for word in found["systemd"] if word.startswith("http")] == ports
     names = [f"http://replica-{number}:8000" for number in range(3)]
     assert [word for word in found["compose"] if word.startswith("http")] == names
-    where = found["kubernetes"][found["kubernetes"].index("--replicas") + 1]
+    where = found["kubernetes"][found["kubernetes"].index("--replica") + 1]
     assert where == f"dns://{NAME}-replicas.default.svc:8000"
     for target, words in found.items():
         assert words[0] == "serve"
         given = parsed(words)
-        assert given["replicas" if target == "kubernetes" else "replica"]
+        assert given["replica"]
         assert given["shutdown_timeout"] == drain_s(order).value > 30
 
 

@@ -518,13 +518,13 @@ SCRIPTS = RESULTS | {
     "docs/how-to/live.md": Script(elsewhere={"llmctl": LIVE}),
     "docs/how-to/replicas.md": Script(
         elsewhere={
-            "llmctl serve plan.json --replicas": "a file, a name or a cluster of the reader's"
+            "llmctl serve plan.json --replica": "a file, a name or a cluster of the reader's"
         },
     ),
     "docs/how-to/upgrade.md": Script(
         elsewhere={
             "llmctl vllm-check": CHECKED,
-            "llmctl serve plan.json --replicas": "a file of the reader's",
+            "llmctl serve plan.json --replica": "a file of the reader's",
         },
     ),
     "docs/how-to/serve.md": Script(

@@ -70,7 +70,7 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
     with standins(first, second) as loop:
         listed = tmp_path / "replicas.txt"
         listed.write_text(f"{first.url}\n{second.url}  # the second\n")
-        words = ["--replicas", listed, "--served-model-name", MODEL, "--router", "least-requests"]
+        words = ["--replica", listed, "--served-model-name", MODEL, "--router", "least-requests"]
         words += ["--request-log", tmp_path / "requests.jsonl"]
         with test_serve_vllm.served(plan_for(tmp_path), *map(str, words)) as server:
             answer = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
@@ -157,13 +157,12 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.Captu
     ("words", "expected"),
     [
         (["--router", "least-request"], "'least-request'"),
-        (["--replicas", "dns://x"], "--replicas dns://x: "),
-        (["--replicas", "http://x:1"], "--replicas http://x:1: "),
-        (["--replicas", "missing.txt"], "missing.txt: "),
-        (["--replica", "ftp://x"], "'ftp://x'"),
+        (["--replica", "dns://x"], "--replica dns://x: "),
+        (["--replica", "missing.txt"], "missing.txt: "),
+        (["--replica", "ftp://x"], "--replica ftp://x: "),
         (["--router", "by-law"], "'by-law'"),
         (["--admission", "targets"], "--admission targets: "),
-        (["--replica", "http://a:1", "--replicas", "x"], "--replica and --replicas"),
+        (["--replica", "http://a:1", "--replica", "x"], "'x'"),
         (["--event-log", "events.jsonl"], "--event-log"),
         (["--live"], "start each of them with --live"),
         (["--ray", "local"], "--ray local: "),

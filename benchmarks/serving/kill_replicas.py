@@ -14,7 +14,7 @@ stream breaks off, it must end with an error, and its client asks again. Every f
 one replica is killed, hangs, aborts its requests as a server does that shuts down, or answers 500;
 a little later it is well again. The first replica is never disturbed.
 
-With `--rolling` the replicas come from a file (`--replicas FILE`) and none fails. They are updated
+With `--rolling` the replicas come from a file (`--replica FILE`) and none fails. They are updated
 one at a time, as an operator would: a new replica starts and is listed; once the front uses it, the
 old one leaves the list. The old one ends when it has no request left, or after up to `DRAIN_MAX_S`
 seconds with the requests that it still has. On a busy machine that may happen to a request four
@@ -256,7 +256,7 @@ async def measure(requests: int, count: int, seed: int, *, rolling: bool) -> Fig
         list_replicas(replicas, listed)
         words = ["--served-model-name", MODEL, "--port", "0"]
         if rolling:
-            words += ["--replicas", str(listed)]
+            words += ["--replica", str(listed)]
         else:
             words += [part for replica in replicas for part in ("--replica", replica.url)]
         said = folder / "said.txt"

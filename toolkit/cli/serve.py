@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -66,14 +66,10 @@ class ServeOptions(ScenarioOptions):
     )
     replica: list[str] | None = _replicas(
         None,
-        "Serve through this server, which runs already; again for each further one.",
-        metavar="URL",
-    )
-    replicas: str | None = _replicas(
-        None,
-        "Serve through the servers of a list that may change: a file with a URL on each line, or "
-        "all addresses of a DNS name.",
-        metavar="FILE|dns://NAME:PORT",
+        "Serve through this server, which runs already; again for each further one. Or through the "
+        "servers of a list that may change: a file with a URL on each line, or all addresses of a "
+        "DNS name.",
+        metavar="URL|FILE|dns://NAME:PORT",
     )
     router: str = _replicas(
         "",
@@ -155,7 +151,7 @@ def command(args: ServeOptions) -> None:
     --shutdown-timeout seconds; a second signal ends it at once. Files of keys are read again when
     they change.
 
-    With --replica or --replicas the server is a front before replicas that run already; with
+    With --replica the server is a front before replicas that run already; with
     engine vllm and several workers it starts them.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
@@ -173,7 +169,7 @@ def command(args: ServeOptions) -> None:
     engine = backend_of(name) if traits_of(name).server else None
     several = plan.workers > 1 or plan.settings.scaling is not None
     start = engine.replica if isinstance(engine, StartsReplicas) and several else None
-    has_replicas = bool(args.replica or args.replicas or start)
+    has_replicas = bool(args.replica or start)
     _refuse_what_it_lacks(args, plan, has_replicas=has_replicas)
     options = _options(args, plan, control_key, has_replicas=has_replicas)
     with Announcement(args.plan, plan, options, as_json=args.as_json) as ready:
@@ -204,7 +200,7 @@ def _refuse_what_it_lacks(args: ServeOptions, plan: Plan, *, has_replicas: bool)
             "leave it out; for servers on several machines: llmctl render --target kubernetes",
         )
     if has_replicas:
-        scales = plan.settings.scaling is not None and not (args.replica or args.replicas)
+        scales = plan.settings.scaling is not None and not args.replica
         unknown = ["--allow-end-after", "--pass-log", *([] if scales else ["--event-log"])]
         _refuse(args, "a front before replicas", *unknown)
         if args.live:
@@ -288,7 +284,7 @@ def _options(
         request_log=args.request_log,
         control_key=(control_key or secrets.token_urlsafe(24)) if args.live else "",
         ray=args.ray,
-        replicas=_replica_source(args),
+        replicas=_replica_source(args.replica) if args.replica else None,
         replica_key=os.environ.get(KEY_VARIABLE, ""),
         router=router,
         on_foreign=warn if args.force else None,
@@ -297,17 +293,13 @@ def _options(
     )
 
 
-def _replica_source(args: ServeOptions) -> Watched[list[str]] | None:
-    """Return the replicas that run already; None: none was named."""
-    if not (args.replica or args.replicas):
-        return None
+def _replica_source(replicas: Sequence[str]) -> Watched[list[str]]:
+    """Return the replicas that run already: URLs, or one list that may change."""
     from toolkit.server.watched import given_replicas, listed_replicas
 
-    if args.replica and args.replicas:
-        raise InputError("both --replica and --replicas are given", "keep one of them")
-    if args.replica:
-        return given_replicas(args.replica)
-    return listed_replicas(args.replicas or "")
+    if len(replicas) == 1 and not replicas[0].lower().startswith(("http://", "https://")):
+        return listed_replicas(replicas[0])
+    return given_replicas(replicas)
 
 
 class Announcement(ExitStack):

@@ -86,7 +86,7 @@ MAX_REPLICAS = 1024
 DNS_EVERY_S = 3.0
 ANSWER_S = 10.0
 MAX_FILE_BYTES = 1 << 20
-HINT = "--replicas takes FILE or dns://NAME:PORT"
+HINT = "--replica takes URLs, or one FILE or dns://NAME:PORT"
 
 
 def given_replicas(urls: Sequence[str]) -> Watched[list[str]]:
@@ -123,14 +123,14 @@ def _addresses(name: str, port: int) -> list[str]:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a name"
         why = f"{name}: cannot be resolved: {reason}"
-        raise InputError(why, "check the name in --replicas") from None
+        raise InputError(why, "check the name in --replica") from None
     hosts = {str(address[0]) for *_, address in addresses}
     urls = sorted(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts)
     return urls[:MAX_REPLICAS]
 
 
 def listed_replicas(text: str) -> Watched[list[str]]:
-    """The list that `--replicas` names: a file with a URL a line, or a name. Raises InputError for
+    """The list that `--replica` names: a file with a URL a line, or a name. Raises InputError for
     one that cannot be used.
     """
     scheme, has_scheme, rest = text.partition("://")
@@ -140,12 +140,10 @@ def listed_replicas(text: str) -> Watched[list[str]]:
     if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
         port = int(found[3])
         if not 0 < port < 65536:
-            raise InputError(f"--replicas {text}: {port} is not a port", "1 to 65535")
+            raise InputError(f"--replica {text}: {port} is not a port", "1 to 65535")
         # None before the first look: the name may be known only once a replica is there.
         return Watched([], partial(_addresses, found[1], port), DNS_EVERY_S)
-    if scheme in ("http", "https"):
-        raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {HINT}")
-    raise InputError(f"--replicas {text}: not a list of replicas", HINT)
+    raise InputError(f"--replica {text}: not a list of replicas", HINT)
 
 
 def _checked(text: str) -> str:
