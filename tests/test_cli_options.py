@@ -35,7 +35,6 @@ OTHER_MEANINGS = {
         "capacity": "stand beside the recipe's",
     },
     "--seed": {
-        "fit": "of held-out parts",
         "bench": "of prompts, which no two runs share",
         "trace convert": "of times",
         "trace generate": "of lengths and times",

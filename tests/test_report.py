@@ -220,16 +220,16 @@ def test_benches_of_the_plan_are_found_and_those_at_its_rate_come_first(folder):
     make_bench(folder, "b.json", 9.0)
     make_bench(folder, "c.json", 3.0)
     (folder / "package.json").write_text('{"name": "no bench"}')
-    (folder / "torn.json").write_text(
+    (folder / "bench-torn.json").write_text(
         '{"measured": {}, "compared": [], "answered": 1, "inputs": {}}'
     )
     found = material(folder)
     assert [one.name for one in found.benches] == ["c.json", "b.json"]
-    assert found.why.keys() == {"a.json", "torn.json"}
+    assert found.why.keys() == {"a.json", "bench-torn.json"}
     assert says(found.why["a.json"], "other-plan.json")
     text = text_of(report(found))
     assert says(text, "c.json", "plan.json", "'slice'", "3", "requests/s")
-    assert says(text, "torn.json")
+    assert says(text, "bench-torn.json")
 
 
 LATE = ClientTimes(

@@ -171,15 +171,12 @@ def _spec(args: AutoscaleOptions, recipe: Recipe) -> ScaleSpec:
     """Return the recipe's fleet under the options. Raises InputError without start times, and for a
     least above the most.
     """
-    spec = recipe.scale or ScaleSpec()
-    changed: dict[str, object] = {}
+    changed: dict[str, object] = {"min": args.least, "max": args.most}
     if args.start_s is not None:
         times_s = numbers_in("--start-s", args.start_s, DAY_S, "95,110,130")
         changed |= {"start_s": times_s, "warm_start_s": []}
-    for name, value in (("min", args.least), ("max", args.most)):
-        if value is not None:
-            changed[name] = value
-    spec = spec.model_copy(update=changed)
+    given = {name: value for name, value in changed.items() if value is not None}
+    spec = (recipe.scale or ScaleSpec()).model_copy(update=given)
     if spec.min > spec.max:
         raise InputError(
             f"the fewest replicas ({spec.min}) are more than the most ({spec.max})",

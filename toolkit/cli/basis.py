@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.catalogue.classes import of_resolved
 from toolkit.cli.output import note
-from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.bench import BENCH, BenchReport
 from toolkit.files.capacity import Requests
@@ -18,6 +16,7 @@ from toolkit.files.new_recipe import TraceLengths
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts
 from toolkit.files.tuning import Tuning, breaks, broken
+from toolkit.report.rows import agreement_notes
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
@@ -74,20 +73,6 @@ def analytic_notes(facts: EngineFacts | Tuning) -> list[str]:
     return [f"{mark}analytic, nothing was measured: {facts.analytic}"]
 
 
-def agreement_notes(fit: Fit) -> list[str]:
-    """A line that says how far the simulator agrees with vLLM's own scheduler: of the version that
-    was measured, or where none was, of the last one that was compared; none for other engines.
-    """
-    if not traits_of(fit.engine.engine).timed_by_pass:
-        return []
-    from toolkit.backends.vllm.conformance.results import agreement, last_compared
-
-    resolved = fit.steps.resolved if fit.steps else None
-    classes = {one.name for one in of_resolved(resolved)} if resolved else set()
-    version = fit.engine.engine_version or last_compared()
-    return [agreement(version, classes)] if version else []
-
-
 def find_bench(near: Path, fit_sha256: str) -> BenchReport | None:
     """Return bench.json beside the file `near`, if it compares predictions of the fit with this
     digest; else print the reason.
@@ -111,21 +96,12 @@ def find_bench(near: Path, fit_sha256: str) -> BenchReport | None:
 
 
 def note_trace(trace: Trace) -> None:
-    """Print what was done to `trace`, the scaling of its lengths first."""
-    note_scaling(trace)
-    note_rest(trace)
-
-
-def note_scaling(trace: Trace) -> None:
-    """Print how the requests were fitted, in one line; nothing where they are as read."""
+    """Print what was done to `trace`, a line each, the scaling of its lengths first."""
+    lengths = None
     if trace.scaling is not None:
+        lengths = trace.scaling.summary()
         mark = "warning: " if trace.scaling.warnings() else ""
-        note(f"{mark}trace: {trace.scaling.summary()}")
-
-
-def note_rest(trace: Trace) -> None:
-    """Print everything but the scaling of lengths, a line each."""
-    lengths = trace.scaling.summary() if trace.scaling else None
+        note(f"{mark}trace: {lengths}")
     for line in trace.notes:
         if line != lengths:
             note(f"trace: {line}")

@@ -33,14 +33,14 @@ from toolkit.files.recipe import Recipe
 from toolkit.report.parts import Sheet
 from toolkit.report.rows import fit_table
 from toolkit.report.steps import OWN_TRAFFIC, fit_option, recipe_of, typed
-from toolkit.units import counted, number, percent, seconds, size
+from toolkit.units import counted, number, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.profiling.run import ProfileWork
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
 LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
-EXPLAINED_PERCENT = 10.0  # a law with a median error above this says which points it misses
+EXPLAINED_PERCENT = 10.0  # above it, a law's median error is named with a remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,6 @@ class FitOptions:
         metavar="PROFILE",
     )
     out: Path = option(Path("fit.json"), "Write the fit to this file.")
-    seed: int = option(0, "Split the points into held-out parts by this seed.", min=0)
     from_log: Path | None = option(
         None,
         "Instead of a profile: the passes that a server of engine vllm made for its own traffic "
@@ -145,10 +144,10 @@ def fit(args: FitOptions) -> None:
 
     measured, inputs = _measured(args)
     made_from = head(inputs=inputs, device=measured.environment.device)
-    made = fit_profile(measured, made_from, args.seed)
+    made = fit_profile(measured, made_from)
     if args.also:
         others = [read_file(Profile, path) for path in args.also]
-        made = made.model_copy(update={"drafts": laws_of_drafts(measured, others, args.seed)})
+        made = made.model_copy(update={"drafts": laws_of_drafts(measured, others)})
     if args.from_log is not None:
         from toolkit.backends.vllm.from_log import with_pass_errors
 
@@ -194,7 +193,7 @@ def _measured(args: FitOptions) -> tuple[Profile, dict[str, Path]]:
         )
     history = read_passes(args.from_log)
     inputs = {"recipe": args.recipe, "log": args.from_log}
-    made, shown = profile_of_log(recipe, history, head(inputs), seed=args.seed)
+    made, shown = profile_of_log(recipe, history, head(inputs))
     note(f"{shown.passes:,} passes of the log, {shown.points:,} points")
     if shown.absent:
         note(f"no pass of it has {', '.join(shown.absent)}: the law takes these as 0")
@@ -282,19 +281,9 @@ def show_fit(fit: Fit) -> None:
 
 
 def missed_points(name: str, law: LatencyFit) -> list[str]:
-    """Return a line on a law that is far off: the points that it misses most, and how noisy the
-    samples of one point are, which says whether the measurement or the law's form is to blame.
-    """
+    """Return a line on a law that is far off; the fit has the points that it misses most."""
     off = law.error.median_percent
-    if off <= EXPLAINED_PERCENT or not law.worst_points:
+    if off <= EXPLAINED_PERCENT:
         return []
-    points = ", ".join(
-        f"N={one.batch_size} L={one.length} {percent(one.error_percent)}"
-        for one in law.worst_points
-    )
-    noise = "no point has two samples"
-    if law.spread_percent is not None:
-        noise = f"samples of one point spread by {law.spread_percent:.0f} %"
-        if law.spread_percent >= off / 2:
-            noise += ": profile on a quieter machine, or with more repeats"
-    return [f"{name}: the held-out median error is {off:.0f} %; worst: {points}; {noise}"]
+    remedy = "its worst_points say where; profile on a quieter machine, or with more repeats"
+    return [f"{name}: the held-out median error is {off:.0f} %; {remedy}"]

@@ -22,7 +22,7 @@ from toolkit.cli.arguments import (
     numbers_in,
     option,
 )
-from toolkit.cli.basis import note_rest, note_scaling, plain, sharing_notes
+from toolkit.cli.basis import note_trace, plain, sharing_notes
 from toolkit.cli.output import emit, note, show
 from toolkit.cli.scenario import Scenario
 from toolkit.interrupts import EXIT_CODE, held
@@ -86,14 +86,13 @@ def command(args: SimulateOptions) -> None:
     rates = sorted(set(numbers_in("--rate", given, math.inf, "5,10,20")))
     scenario = Scenario.open(replace(args, rate=rates[0] if rates else None))
     trace = scenario.fitted_trace()
-    note_scaling(trace)
+    note_trace(trace)
     scenario.note_basis()
     if args.tuning and scenario.own_settings:
         note(f"{args.tuning.name} recommends {scenario.own_settings.key}")
     names = chosen_policies(scenario, named)
     found = contenders(scenario, trace, names, routers)
     total = len(found) * max(len(rates), 1)
-    note_rest(trace)
     note(*sharing_notes(trace, names))
     traces = [scale_rate(trace, rate) for rate in rates] or [trace]
     engine = engine_of(scenario)

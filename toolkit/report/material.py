@@ -7,7 +7,6 @@ found by their content. The last section of the page, the files, is here too.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,8 +31,6 @@ EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
 Basis = tuple[str, str]  # what laws come from: the role of a file and its digest
 ROLES = ("recipe", "profile", "fit", "tuning", "plan")
-BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # no other workflow file has them all
-MAX_BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,18 +170,11 @@ def _take_benches(files: Material, folder: Path) -> None:
     taken: list[tuple[BenchResult, SourceFile]] = []
     paths = [path for path in folder.glob("*.json") if path.stem not in ROLES and path.is_file()]
     for path in sorted(paths, key=lambda path: (-path.stat().st_mtime, path)):
-        if path.stat().st_size > MAX_BENCH_BYTES:
-            continue
-        try:
-            raw = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue  # not a file of llmctl
-        if not isinstance(raw, dict) or not raw.keys() >= BENCH_KEYS:
-            continue  # not what `llmctl bench --out` writes
         try:
             content = read_file(BenchReport, path)
         except InputError as error:
-            files.why[path.name] = error.whole
+            if path.name.startswith("bench"):  # others may be no files of llmctl
+                files.why[path.name] = error.whole
             continue
         if "plan" not in content.inputs:
             files.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"

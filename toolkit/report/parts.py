@@ -2,7 +2,7 @@
 
 Text is plain text, which the templates escape; only charts are markup. They draw points and lines
 on two axes, without knowing what the numbers mean. Colours and strokes are CSS classes that the
-page's style sets. A point has a `<title>`, which browsers show under the pointer without any script.
+page's style sets. A point has a `<title>`, which browsers show under the pointer without a script.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import jinja2
 from markupsafe import Markup
 
 from toolkit.files.shipped import shipped_templates
 from toolkit.units import number, seconds
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,8 @@ class Axis:
 @cache
 def page_templates() -> jinja2.Environment:
     """Return the templates of pages and charts, which escape every text."""
+    import jinja2  # only pages need it, and it would slow every command down
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(shipped_templates()),
         undefined=jinja2.StrictUndefined,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from toolkit.catalogue.classes import of_resolved
+from toolkit.engine_traits import traits_of
 from toolkit.files.bench import BenchReport, took_text
 from toolkit.files.fit import Fit, OverheadFit
 from toolkit.files.plan import PREDICTED, Plan
@@ -38,6 +40,20 @@ def fit_table(fit: Fit) -> Table:
     points = "computed points" if fit.engine.analytic else "points"
     title = f"{fit.recipe_name}: absolute error on held-out {points}"
     return Table(title, ["law", "form", ">median", ">p95", ">worst", "measured up to"], rows)
+
+
+def agreement_notes(fit: Fit) -> list[str]:
+    """Return how far the simulator agrees with vLLM's own scheduler: of the version that was
+    measured, or where none was, of the last one that was compared; nothing for other engines.
+    """
+    if not traits_of(fit.engine.engine).timed_by_pass:
+        return []
+    from toolkit.backends.vllm.conformance.results import agreement, last_compared
+
+    resolved = fit.steps.resolved if fit.steps else None
+    classes = {one.name for one in of_resolved(resolved)} if resolved else set()
+    version = fit.engine.engine_version or last_compared()
+    return [agreement(version, classes)] if version else []
 
 
 def _overhead(name: str, fit: OverheadFit, workers: int) -> list[Cell]:

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from toolkit.backends.vllm.conformance.results import agreement
-from toolkit.catalogue.classes import of_resolved
 from toolkit.files.tuning import Evaluation, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
@@ -23,7 +21,13 @@ from toolkit.report.parts import (
     chart,
     quantity,
 )
-from toolkit.report.rows import bench_notes, bench_tables, fit_table, tuning_tables
+from toolkit.report.rows import (
+    agreement_notes,
+    bench_notes,
+    bench_tables,
+    fit_table,
+    tuning_tables,
+)
 from toolkit.report.steps import typed
 from toolkit.report.verdict import verdict
 from toolkit.units import counted, number, words
@@ -104,9 +108,8 @@ def fit_section(files: Material) -> Sheet:
     if fit.steps and fit.steps.resolved:
         version = f"{fit.engine.engine} {fit.engine.engine_version}"
         served = fit.steps.resolved.words(fit.engine.dtype)
-        classes = {one.name for one in of_resolved(fit.steps.resolved)}
-        agrees = agreement(fit.engine.engine_version, classes)
-        section.lines.append(f"Measured was {version} with {served}; {agrees}.")
+        section.lines.append(f"Measured was {version} with {served}.")
+    section.lines += [f"{line}." for line in agreement_notes(fit)]
     section.tables.append(fit_table(fit))
     return section
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from toolkit.engine_traits import traits_of
 from toolkit.files.tuning import (
     BEHIND,
     OOM,
@@ -18,7 +17,6 @@ from toolkit.files.tuning import (
     changes_in_words,
 )
 from toolkit.report.rows import settings_of, share_used
-from toolkit.sched.policies import BUILT_IN
 from toolkit.units import bracketed, number, percent, word
 
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
@@ -78,11 +76,6 @@ def _judged_lines(result: Tuning) -> list[str]:
         state = "missed" if used[binding] > 1 else "met"
         binds = f"{binding}, {state}, {share_used(used[binding])}"
         lines.append(f"the limit that binds: {binds}")
-    length = result.window_length
-    if length is not None:
-        count = len(result.search_windows) + len(result.held_out_windows)
-        share = f"{number(length.covered_percent)} % of its requests, the busiest among them"
-        lines.append(f"the windows ({count}) hold {share}")
     if result.further:
         further = f"{len(result.further)} further settings were tried on the trace"
         lines.append(f"{further}, since the search's best broke a limit there")
@@ -251,7 +244,4 @@ def _alternative_lines(result: Tuning) -> list[str]:
         keeps.append(f"fewer requests, at most {number(most_rps)} requests/s (--rate)")
     changes = "; ".join(keeps) or "a looser target in the recipe's sla"
     lines.append(f"what keeps all limits at {result.load}, simulated: {changes}")
-    policy = result.recommended.settings.policy
-    if traits_of(result.engine).server and policy not in BUILT_IN:
-        lines.append(f"not more workers: '{policy}' inside a server is simulated for one server")
     return lines
