@@ -10,7 +10,6 @@ from toolkit.adopt.documents import chosen, servers_in
 from toolkit.adopt.recipe import made_recipe, read_server
 from toolkit.catalogue.gpus import GPUS
 from toolkit.cli.arguments import (
-    JsonOption,
     ScenarioOptions,
     argument,
     command_of,
@@ -40,7 +39,6 @@ class AdoptOptions(ScenarioOptions):
     trace: str | None = option(
         None, "The traffic to tune for, a file or a shipped one.", autocompletion=traces
     )
-    as_json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,8 @@ def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
 def command_of(
     options: type[T], *shared: str
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function that takes a dataclass: its fields are the options.
+    """Make a command of a function that takes a dataclass of `JsonOptions`: its fields are the
+    options.
 
     Args:
         shared: of a dataclass of `ScenarioOptions`, the fields of these that the command has, which
@@ -113,7 +114,7 @@ def command_of(
         name for name, one in known.items() if name not in shared and one is not common.get(name)
     ]
     parameters = []
-    for name in (*shared, *own):
+    for name in (*shared, *own, "as_json"):
         one = known[name]
         annotation = hints[name]
         if setting := one.metadata.get("typer"):
@@ -203,12 +204,19 @@ JsonOption = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonOptions:
+    """What every command has: its last option."""
+
+    as_json: JsonOption = False
+
+
 _traffic = partial(option, rich_help_panel="Requests and workers")
 _access = partial(option, rich_help_panel="Access to the server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScenarioOptions:
+class ScenarioOptions(JsonOptions):
     """What several commands ask for, by one name, help and default. A command has the options that
     it names to `command_of`.
     """

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import (
-    JsonOption,
     RecipeArgument,
     ScenarioOptions,
     command_of,
@@ -66,7 +65,6 @@ class AutoscaleOptions(ScenarioOptions):
         max=MAX_JOBS,
     )
     html: Path | None = option(None, "Write a page with the curves to this file.")
-    as_json: JsonOption = False
 
 
 @command_of(AutoscaleOptions, "recipe", "trace", "fit", "tuning", "sla", "rate", "seed", "force")

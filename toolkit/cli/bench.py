@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from toolkit.cli.arguments import (
-    JsonOption,
     ScenarioOptions,
     command_of,
     option,
@@ -98,7 +97,6 @@ class BenchOptions(ScenarioOptions):
         "ended and been thought about (closed). Default: closed, if the trace has sessions.",
     )
     model: str | None = _server(None, "The model's name; default: the first that the server lists.")
-    as_json: JsonOption = False
 
 
 @command_of(BenchOptions, "plan", "trace", "sla", "force", "rate", "concurrency", "api_key")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
-    JsonOption,
     ScenarioOptions,
     argument,
     command_of,
@@ -92,7 +91,6 @@ class CapacityOptions(ScenarioOptions):
         metavar="KEY=VALUE,...",
     )
     html: Path | None = option(None, "Write a page with the curves to this file.")
-    as_json: JsonOption = False
 
 
 @command_of(CapacityOptions, "trace", "sla", "workers", "seed", "force")

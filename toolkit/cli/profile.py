@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import (
     RECIPE,
-    JsonOption,
+    JsonOptions,
     RecipeArgument,
     argument,
     command_of,
@@ -44,7 +44,7 @@ EXPLAINED_PERCENT = 10.0  # above it, a law's median error is named with a remed
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileOptions:
+class ProfileOptions(JsonOptions):
     recipe: RecipeArgument
     out: Path = option(Path("profile.json"), "Write the profile to this file.")
     analytic: bool = option(
@@ -57,7 +57,6 @@ class ProfileOptions:
         "0: none.",
         min=0,
     )
-    as_json: JsonOption = False
 
 
 @command_of(ProfileOptions)
@@ -113,7 +112,7 @@ def _with_drafts(recipe: Recipe, tokens: int | None) -> Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class FitOptions:
+class FitOptions(JsonOptions):
     profile: Path | None = argument("profile.json, from `llmctl profile`.", None, metavar="PROFILE")
     also: list[Path] | None = option(
         None,
@@ -129,7 +128,6 @@ class FitOptions:
         metavar="LOG",
     )
     recipe: Path | None = option(None, "The recipe of that server.", **RECIPE)
-    as_json: JsonOption = False
 
 
 @command_of(FitOptions)

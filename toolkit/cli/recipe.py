@@ -78,7 +78,6 @@ class NewOptions(ScenarioOptions):
         "Set the limits of lengths by this trace, a file or a shipped one, and tune for it.",
         autocompletion=traces,
     )
-    as_json: JsonOption = False
 
 
 app.command("from-command")(from_command)

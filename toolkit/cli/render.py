@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
-    JsonOption,
     ScenarioOptions,
     argument,
     command_of,
@@ -109,7 +108,6 @@ class RenderOptions(ScenarioOptions):
     replica_image: str = _cluster(
         "", "Image of an engine's own server, pinned; default: the engine's tried one."
     )
-    as_json: JsonOption = False
 
 
 @command_of(RenderOptions, "fit", "tuning", "settings")

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Literal
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     CONTROL_KEY_VARIABLE,
-    JsonOption,
     ScenarioOptions,
     argument,
     command_of,
@@ -139,7 +138,6 @@ class ServeOptions(ScenarioOptions):
         "Engine vllm: let settings change while it serves (`llmctl set`), up to the bounds of the "
         "search (`llmctl tune --live`).",
     )
-    as_json: JsonOption = False
 
 
 @command_of(ServeOptions, "workers", "force")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import (
     CONTROL_KEY_VARIABLE,
-    JsonOption,
+    JsonOptions,
     argument,
     command_of,
     option,
@@ -24,14 +24,13 @@ LOCAL = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True)
-class SetOptions:
+class SetOptions(JsonOptions):
     settings: list[str] | None = argument(
         "New values; none: show the settings and their bounds.", None, metavar="KEY=VALUE"
     )
     url: str | None = option(
         None, "The server; default: the one of `serve --live` on this machine, else port 8000."
     )
-    as_json: JsonOption = False
 
 
 @command_of(SetOptions)

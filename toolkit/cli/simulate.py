@@ -15,7 +15,6 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
-    JsonOption,
     ScenarioOptions,
     command_of,
     names_in,
@@ -51,7 +50,6 @@ class SimulateOptions(ScenarioOptions):
         "own rate.",
         "--rate",
     )
-    as_json: JsonOption = False
 
 
 @command_of(

@@ -18,7 +18,7 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
-    JsonOption,
+    JsonOptions,
     argument,
     command_of,
     option,
@@ -41,7 +41,7 @@ RECORDED_BODY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class RecordOptions:
+class RecordOptions(JsonOptions):
     upstream: Annotated[str, typer.Option(metavar="URL", help="URL of the server to record.")]
     out: Annotated[
         Path,
@@ -58,7 +58,6 @@ class RecordOptions:
         "Note what prompts share, as keyed hashes of blocks of this number of tokens; 0: do not.",
         min=0,
     )
-    as_json: JsonOption = False
 
 
 @command_of(RecordOptions)
@@ -121,7 +120,7 @@ app.command("record")(record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOptions:
+class ReadOptions(JsonOptions):
     """The options of a command that reads a trace in any known format."""
 
     trace: str = argument(
@@ -145,14 +144,9 @@ class ReadOptions:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectOptions(ReadOptions):
-    as_json: JsonOption = False
-
-
 @app.command("inspect")
-@command_of(InspectOptions)
-def inspect(args: InspectOptions) -> None:
+@command_of(ReadOptions)
+def inspect(args: ReadOptions) -> None:
     """Show the contents of a trace: what was understood, rows kept and dropped, duration, rate,
     burstiness, lengths, and what a prefix cache could reuse.
     """
@@ -229,7 +223,6 @@ class ConvertOptions(ReadOptions):
         "requests at its own times, and with sessions and contents of their own.",
         min=1,
     )
-    as_json: JsonOption = False
 
 
 @app.command("convert")
@@ -289,7 +282,7 @@ _shared = partial(option, rich_help_panel="What prompts share")
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateOptions:
+class GenerateOptions(JsonOptions):
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
     rate: float | None = option(None, "Mean arrival rate, requests/s; default: 20.")
     duration: float | None = option(None, "Seconds; default: 600.")
@@ -325,7 +318,6 @@ class GenerateOptions:
         min=1,
     )
     seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)
-    as_json: JsonOption = False
 
 
 @app.command("generate")

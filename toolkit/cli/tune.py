@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
-    JsonOption,
     RecipeArgument,
     ScenarioOptions,
     command_of,
@@ -24,7 +23,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import note_trace, sharing_notes
 from toolkit.cli.output import emit, note, progress, show
 from toolkit.cli.scenario import Scenario
-from toolkit.errors import InputError, LimitsBrokenError, nearest
+from toolkit.errors import LimitsBrokenError
 from toolkit.files.io import (
     EnvelopeFields,
     check_writable,
@@ -91,11 +90,10 @@ class TuneOptions(ScenarioOptions):
         min=1,
         max=MAX_JOBS,
     )
-    executor: str = _computing(
+    executor: Literal["local", "ray"] = _computing(
         "local",
         "Simulate on this machine (local), or on the Ray cluster of RAY_ADDRESS, else the one that "
         "this machine belongs to (ray).",
-        metavar="local|ray",
     )
     live: str | None = _running(
         None,
@@ -105,7 +103,6 @@ class TuneOptions(ScenarioOptions):
         metavar="URL",
     )
     minutes: float = _running(10.0, "Measure for so long.", min=0.1)
-    as_json: JsonOption = False
 
 
 @command_of(
@@ -250,7 +247,7 @@ def _runner(args: TuneOptions) -> Iterator[Runner]:
         jobs = args.jobs or usable_cpus()
         with ProcessPool(jobs) as pool:
             yield pool if jobs > 1 else InProcessRunner()
-    elif args.executor == "ray":
+    else:
         from toolkit.cluster.connect import joined, processors
 
         with joined("auto", args.jobs or usable_cpus()) as cluster:
@@ -258,8 +255,3 @@ def _runner(args: TuneOptions) -> Iterator[Runner]:
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")
             yield ClusterRunner(jobs)
-    else:
-        raise InputError(
-            f"--executor {args.executor}: no executor has that name",
-            nearest(args.executor, ("local", "ray")),
-        )
