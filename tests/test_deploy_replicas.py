@@ -80,7 +80,7 @@ def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -
     assert [word for word in found["compose"] if word.startswith("http")] == names
     where = found["kubernetes"][found["kubernetes"].index("--replica") + 1]
     assert where == f"dns://{NAME}-replicas.default.svc:8000"
-    for target, words in found.items():
+    for words in found.values():
         assert words[0] == "serve"
         given = parsed(words)
         assert given["replica"]

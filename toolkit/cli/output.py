@@ -17,14 +17,14 @@ from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Any, TextIO
 
 from toolkit.openai.foreign import escaped
-from toolkit.units import number
+from toolkit.report.parts import Table
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    from toolkit.report.parts import Sheet
+    from toolkit.report.parts import Cell, Sheet
 
 ABOUT = """\
 Measure an LLM engine, fit its time and memory, find the scheduler settings that
@@ -125,7 +125,7 @@ def paragraph(text: str) -> None:
     print(fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> None:
     """Print rows under `columns`, at most 80 columns wide or as wide as the terminal; long text
     wraps.
 
@@ -144,7 +144,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     with console.capture() as captured:
         if title:  # printed separately, since rich wraps a table's title to the table's width
             console.print(Text(f"\n{_plain(title)}", style="bold"))
-        _print_groups(console, columns, rows)
+        _print_groups(console, Table(title, columns, rows))
     write = getattr(sys.stdout, "write_styled", sys.stdout.write)
     write(captured.get())
 
@@ -159,88 +159,73 @@ def show(sheet: Sheet) -> None:
         paragraph(line)
 
 
-def _print_groups(
-    console: Console, columns: Sequence[str], rows: Sequence[Sequence[object]]
-) -> None:
+def _print_groups(console: Console, whole: Table) -> None:
     """Print the columns in as many tables as their width needs."""
     unbounded = console.options.update(width=sys.maxsize)
     groups: list[list[int]] = [[0]]
-    for index in range(1, len(columns)):
+    for index in range(1, len(whole.columns)):
         shown = [*groups[-1], index]
-        wider = _view(console, columns, rows, shown, narrow=True, text_room=TEXT_ROOM)
+        wider = _view(console, whole, shown, narrow=True, text_room=TEXT_ROOM)
         least = console.measure(wider, options=unbounded).minimum
         if len(groups[-1]) > 1 and least > console.width:
             groups.append([0])
         groups[-1].append(index)
     for shown in groups:
-        view = _view(console, columns, rows, shown)
+        view = _view(console, whole, shown)
         if console.measure(view, options=unbounded).maximum > console.width:
-            view = _view(console, columns, rows, shown, narrow=True)
+            view = _view(console, whole, shown, narrow=True)
         console.print(view)
 
 
 def _view(
     console: Console,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
+    whole: Table,
     shown: Sequence[int],
     *,
     narrow: bool = False,
     text_room: int | None = None,
-) -> Table:
-    """A table of the columns `shown`; with `narrow` the names of unwrapped columns have a line per
-    word, and long names in the first column two lines.
+) -> RichTable:
+    """Return a table of the columns `shown`; with `narrow` the names of unwrapped columns have a
+    line per word, and long names in the first column two lines.
 
     Single words never wrap. Columns of text are at most `text_room` wide; None: as they need.
     """
     from rich import box
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
     lines = box.SIMPLE_HEAD
     if console.options.ascii_only:
         lines = box.Box(str(lines).replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"), ascii=True)
-    view = Table(box=lines, pad_edge=False)
+    view = RichTable(box=lines, pad_edge=False)
     texts: list[list[str]] = []
+    rows = whole.cells
     for index in shown:
-        name = columns[index]
-        cells = [row[index] for row in rows]
-        right = any(map(_is_number, cells)) and all(
-            _is_number(cell) or cell is None for cell in cells
-        )
-        align = name[0] if name[:1] in JUSTIFY else "><"[not right]
-        texts.append([])
-        for cell in cells:
-            text = number(cell) if isinstance(cell, int | float) else _plain(str(cell))
-            if isinstance(cell, bool) or cell is None:
-                text = {True: "yes", False: "no", None: "-"}[cell]
-            texts[-1].append(text)
+        name = whole.columns[index]
+        align = name[0] if name[:1] in JUSTIFY else "><"[not whole.right[index]]
+        texts.append([_plain(str(row[index])) for row in rows])
         if index == 0 and narrow:  # `kind.flag` and `recipe, router` take two lines; no path does
             for place, text in enumerate(texts[-1]):
                 owner, mark, last = text.rpartition(", " if ", " in text else ".")
                 if mark and len(text) > WIDTH // 2 and "/" not in text:
                     texts[-1][place] = f"{owner}{mark.strip()}\n  {last}"
         longest = max((len(line) for text in texts[-1] for line in text.split("\n")), default=0)
-        whole = longest <= WIDTH // 2
+        unbroken = longest <= WIDTH // 2
         if index:
             words = align != ">" and any(" " in text for text in texts[-1])
-            whole = longest <= TEXT_ROOM and not words
+            unbroken = longest <= TEXT_ROOM and not words
         heading = _plain(name.lstrip("<>^"))
         view.add_column(
-            "\n".join(heading.split()) if whole and narrow else heading,
+            "\n".join(heading.split()) if unbroken and narrow else heading,
             justify=JUSTIFY[align],  # type: ignore[arg-type]
             overflow="fold",
-            no_wrap=whole,
-            min_width=longest if whole else None,
-            max_width=None if whole else text_room,
+            no_wrap=unbroken,
+            min_width=longest if unbroken else None,
+            max_width=None if unbroken else text_room,
         )
     for row in zip(*texts, strict=True):
         view.add_row(*map(Text, row))
     return view
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 DRAWN_S = 0.5  # between two drawings of a bar without a thread

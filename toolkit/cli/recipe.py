@@ -29,6 +29,7 @@ from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import MOST_GPUS, Wish, new_recipe
+from toolkit.report.parts import Cell
 from toolkit.units import GIB, size
 
 app = typer.Typer(
@@ -124,7 +125,7 @@ def gpus(as_json: JsonOption = False) -> None:
     the source of each.
     """
     columns = ["GPU", ">GiB", ">GB/s", ">bf16", ">fp8", "link", ">GB/s", ">$/h"]
-    rows: list[list[object]] = []
+    rows: list[list[Cell]] = []
     for gpu in GPUS.values():
         link = gpu.link.partition(",")[0].removesuffix(" bridge between two")
         price = None if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:.2f}"
@@ -146,7 +147,7 @@ def models(as_json: JsonOption = False) -> None:
     """List the models with sizes that ship: `llmctl recipe new` needs no network for them."""
     columns = ["model", ">10^9", ">active", "weights", ">GiB", ">KV/token", ">context"]
     lines = []
-    rows: list[list[object]] = []
+    rows: list[list[Cell]] = []
     for model in KNOWN.values():
         facts = facts_of(model.config)
         scheme = facts.scheme.name if facts.scheme else facts.dtype

@@ -27,6 +27,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.output import WIDTH, emit, note, table
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
+from toolkit.report.parts import Cell
 from toolkit.units import number, seconds
 
 if TYPE_CHECKING:
@@ -408,7 +409,7 @@ def _show(trace: Trace, report: ReadReport, found: Description) -> None:
     )
     columns = ["tokens", *(f">{name}" for name in ("mean", *found.prompt.percentiles, "max"))]
     spreads = {"prompt": found.prompt, "output": found.output}
-    rows = [
+    rows: list[list[Cell]] = [
         [name, *map(round, (s.mean, *s.percentiles.values(), s.max))] for name, s in spreads.items()
     ]
     table(columns, rows)

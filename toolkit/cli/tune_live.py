@@ -21,6 +21,7 @@ from toolkit.files.io import check_writable, head, write_file
 from toolkit.files.live import LiveTuning
 from toolkit.files.tuning import NO_OUTCOME
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
+from toolkit.report.parts import Cell
 from toolkit.units import seconds
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _show(result: LiveTuning) -> None:
 
     names = list(result.start)
     ranked = sorted(result.trials, key=lambda trial: (-trial.rounds, -trial.first.score))
-    rows: list[list[object]] = [
+    rows: list[list[Cell]] = [
         [
             f"{number}",
             *(trial.settings[name] for name in names),

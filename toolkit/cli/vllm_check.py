@@ -8,6 +8,7 @@ import sys
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import TargetMissedError
+from toolkit.report.parts import Cell
 
 
 def command(as_json: JsonOption = False) -> None:
@@ -36,7 +37,7 @@ def command(as_json: JsonOption = False) -> None:
         for item, why in found.missing.items():
             print(f"  {item}: {why}")
         columns = ["kind", "vLLM's", ">workloads", ">differ", ">passes"]
-        rows = [
+        rows: list[list[Cell]] = [
             [row.kind, row.scheduler, row.workloads, row.differing, row.passes]
             for row in found.rows
         ]

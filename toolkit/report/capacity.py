@@ -11,7 +11,6 @@ from toolkit.report.parts import (
     ChartPoint,
     ChartSeries,
     Figure,
-    MetricKey,
     Sheet,
     Table,
     chart,
@@ -151,7 +150,7 @@ def _highest_rates(result: Capacities) -> Table:
         if one.at_least:
             rate = f">= {rate}"
         interval = one.interval.text if one.interval else None
-        breaks = one.binding and MetricKey(one.binding)
+        breaks = one.binding and metric_name(one.binding)
         rows.append([name, one.gpus, rate, interval, breaks, one.concurrency])
     columns = ["", ">GPUs", ">requests/s", ">by the law's error", "then breaks"]
     if any(one.concurrency for one in result.capacities):

@@ -37,12 +37,6 @@ class Judged:
         return "kept" if self.kept else "broken"
 
 
-class MetricKey(str):
-    """A metric or a limit by its key; the page shows its name for reading."""
-
-    __slots__ = ()
-
-
 Cell = str | int | float | bool | Judged | None
 
 
@@ -88,23 +82,23 @@ class Table:
     def right(self) -> list[bool]:
         """For each column, whether it holds only numbers."""
         columns = [[row[index] for row in self.rows] for index in range(len(self.columns))]
-        return [
-            all(isinstance(cell, int | float) or cell in ("", None) for cell in cells)
-            for cells in columns
-        ]
+        return [all(is_number(cell) or cell in ("", None) for cell in cells) for cells in columns]
 
     @property
     def cells(self) -> list[list[str | Judged]]:
-        """The cells as the page shows them."""
+        """The cells for reading."""
 
         def shown(cell: Cell) -> str | Judged:
             if isinstance(cell, bool) or cell is None:
-                return {True: "yes", False: "no", None: "–"}[cell]
-            if isinstance(cell, MetricKey):
-                return metric_name(cell)
+                return {True: "yes", False: "no", None: "-"}[cell]
             return number(cell) if isinstance(cell, int | float) else cell
 
         return [[shown(cell) for cell in row[: len(self.columns)]] for row in self.rows]
+
+
+def is_number(value: object) -> bool:
+    """Return whether it is a number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
