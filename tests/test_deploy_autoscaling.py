@@ -14,7 +14,7 @@ from operator_kinds import check_object
 from orders import changed
 from rendered import objects_of
 
-from toolkit.deploy.autoscaling import Pods, of_queue
+from toolkit.deploy.autoscaling import of_queue
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import tuned_trace, waiting_threshold
 from toolkit.files.io import write_file
@@ -121,6 +121,5 @@ def test_every_period_is_one_that_kubernetes_takes(plan: Plan, load_s: float | N
     for way in behavior.values():
         assert 0 <= way["stabilizationWindowSeconds"] <= 3600
         assert all(0 < one["periodSeconds"] <= 1800 for one in way["policies"])
-    pods = Pods(Sourced(1, "test"), "", "")
-    long = of_queue(pods, None, BREAKING, "waiting", 20_000)
-    assert [one.period_s for one in long.down.policies.value] == [1800]
+    long = of_queue(Sourced(1, "test"), None, BREAKING, 20_000)
+    assert long.behaviour["down_period_s"].value == 1800

@@ -18,8 +18,8 @@ from operator_kinds import check_object
 
 from toolkit.cli.arguments import ScenarioOptions
 from toolkit.cli.scenario import Scenario
-from toolkit.deploy.autoscaling import ARRIVED, ENDED, OUTPUTS, PROMPTS, SERIES, Pods, law_query
 from toolkit.deploy.order import Sourced
+from toolkit.deploy.render import environment
 from toolkit.files.capacity import Requests
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
@@ -27,11 +27,18 @@ from toolkit.files.recipe import ScaleSpec, ScalingSpec
 from toolkit.files.scaling import FleetCurve, FleetResult, ScalingResult
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Outcome
-from toolkit.scaling.by_law import DAY_S, LawRule
+from toolkit.scaling.by_law import DAY_S, MEANS_S, LawRule
 from toolkit.scaling.types import FleetSample, FleetView, History, ReplicaLoad
+from toolkit.sched.policies.parameters import parameters
 from toolkit.sim.deployment import Deployment
 
 RECIPE = "llama-3.1-8b-h200"
+# Series of vLLM, and the front's counter of requests.
+SERIES = {"waiting": "vllm:num_requests_waiting", "running": "vllm:num_requests_running"}
+ENDED = "vllm:request_success_total"
+PROMPTS = "vllm:request_prompt_tokens"
+OUTPUTS = "vllm:request_generation_tokens"
+ARRIVED = "llmctl_requests_arrived_total"
 RULES: dict[str, dict[str, Any]] = {
     "by-law": {
         "capacity": 1500.0,
@@ -444,9 +451,15 @@ SHAPES: dict[str, tuple[Callable[[float], float], float, float]] = {
 }
 
 
-PODS = Pods(Sourced(1, "test"), 'job="x"', 'job="y"')
-OF_VLLM = [PODS.series(name) for name in (ENDED, SERIES["running"], SERIES["waiting"])]
-OF_FRONT = [f'{ARRIVED}{{job="y"}}']
+OF_FRONT, OF_VLLM = 'job="y"', ""  # label matchers of a front's series; there is no front
+
+
+def law_query(rule: LawRule, front: str) -> str:
+    """The query of the rule for pods with a label."""
+    values = {name: Sourced(value, "test") for name, value in parameters(rule).items()}
+    scaling = {"parameters": values, "day_s": DAY_S, "means_s": MEANS_S}
+    queries: Any = environment(None).get_template("kubernetes/autoscaling/queries.j2").module
+    return str(queries.by_law(scaling, 'job="x"', front))
 
 
 def seen(samples: Sequence[FleetSample]) -> list[tuple[float, dict[str, float]]]:
@@ -481,16 +494,16 @@ def wanted(rule: LawRule, samples: Sequence[FleetSample]) -> float:
 
 @pytest.mark.parametrize("changed", [{}, {"season": True}, {"spare": 0.0, "prompt_share": 0.0}])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("series", [OF_FRONT, OF_VLLM])
+@pytest.mark.parametrize("front", [OF_FRONT, OF_VLLM])
 def test_the_query_gives_what_the_rule_asks_for(
-    series: list[str], shape: str, changed: dict[str, Any]
+    front: str, shape: str, changed: dict[str, Any]
 ) -> None:
     usual: dict[str, Any] = {"capacity": 400.0, "prompt_share": 0.05, "growth": 0.9, "spare": 0.6}
     rule = LawRule(window_s=180.0, horizon_s=120.0, backlog_s=60.0, **usual | changed)
     samples = day(*SHAPES[shape])
     own = wanted(rule, samples)
     assert own > 0.1
-    found = evaluated(law_query(rule, series, PODS), seen(samples))
+    found = evaluated(law_query(rule, front), seen(samples))
     assert found == pytest.approx(own, rel=1e-4)
 
 
@@ -503,7 +516,7 @@ def test_a_season_takes_the_demand_of_the_day_before() -> None:
 
 def test_no_history_gives_no_value_and_no_ended_request_the_constant() -> None:
     rule = LawRule(window_s=180.0, spare=0.0, growth=0.0, output_tokens=80.0)
-    query = law_query(rule, OF_FRONT, PODS)
+    query = law_query(rule, OF_FRONT)
     samples = seen(day(lambda at_s: at_s, 15.0))
     assert evaluated(query, samples[:1]) is None
     for _, one in samples:

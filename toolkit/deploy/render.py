@@ -37,6 +37,7 @@ from toolkit.files.io import write_file, write_text
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import shipped_templates
 from toolkit.files.strict import Strict, documents, read_bytes, validate
+from toolkit.scaling.hpa import HpaRule
 from toolkit.scaling.static import StaticRule
 from toolkit.traces.types import FOLDER
 
@@ -180,7 +181,7 @@ def _kubernetes(values: Values) -> dict[str, str]:
     if options.model_claim and values.models_gib:
         files["base/models-claim.yaml"] = fill("kubernetes/base/models-claim.yaml", values)
     if values.scaling.needs:
-        scaler = "hpa.yaml" if values.scaling.pod_metric else "scaledobject.yaml"
+        scaler = "hpa.yaml" if values.scaling.rule == HpaRule.name else "scaledobject.yaml"
         files |= _overlay("autoscaling", values, {scaler: {}})
     return files
 
@@ -240,7 +241,7 @@ def fill(template: str, values: Values, /, **more: object) -> str:
     }
     own = values.options.templates
     try:
-        text = _templates(own).get_template(f"{template}.j2").render(given | more)
+        text = environment(own).get_template(f"{template}.j2").render(given | more)
         if template.endswith(".yaml"):  # blocks that are left out leave empty lines
             text = re.sub(r"\n{2,}", "\n", text).lstrip()
             if own:
@@ -281,14 +282,14 @@ def unknown_templates(own: Path, target: str) -> list[str]:
 
 
 @cache
-def _templates(own: Path | None) -> jinja2.Environment:
-    """Return what finds a template: in the user's folder, a copy of `templates/TARGET`, else the
-    shipped one.
+def environment(own: Path | None) -> jinja2.Environment:
+    """Return what finds a template: in the user's folder `own`, a copy of `templates/TARGET`, else
+    the shipped one.
     """
     shipped = jinja2.FileSystemLoader(shipped_templates())
     changed = jinja2.FileSystemLoader(own) if own else shipped
     copies = jinja2.PrefixLoader(dict.fromkeys(TARGETS, changed))
-    environment = jinja2.Environment(
+    found = jinja2.Environment(
         loader=jinja2.ChoiceLoader([copies, changed, shipped]) if own else shipped,
         cache_size=0 if own else 400,  # a user's folder may change
         undefined=jinja2.StrictUndefined,
@@ -297,7 +298,7 @@ def _templates(own: Path | None) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
+    found.filters |= {
         "sh": lambda value: shlex.quote(str(value)),
         "unit": unit_word,
         "setting": unit_setting,
@@ -305,7 +306,7 @@ def _templates(own: Path | None) -> jinja2.Environment:
         "compose": lambda value: quoted(str(value).replace("$", "$$")),
         "line": line,
     }
-    return environment
+    return found
 
 
 def unit_setting(value: object) -> str:

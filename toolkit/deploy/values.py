@@ -10,7 +10,7 @@ from functools import cached_property
 import toolkit
 from toolkit.backends import ServerCommand, StartsReplicas, backend_of
 from toolkit.deploy import reckon
-from toolkit.deploy.autoscaling import Autoscaling, Pods, of_queue, of_rule
+from toolkit.deploy.autoscaling import Autoscaling, of_queue, of_rule
 from toolkit.deploy.order import KEY_FOLDER, Order, Sourced, check_image, shortened
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -382,16 +382,10 @@ class Values:
     @cached_property
     def scaling(self) -> Autoscaling:
         """When pods are added and taken away. Raises `InputError` as `of_rule` does."""
-        own, front = self.selector, ""
-        waiting = "llmctl_requests_waiting"
-        if self.front:
-            own, front = self.replica_selector, self.selector
-            waiting = "vllm:num_requests_waiting"
-        pods = Pods(self.count, own, front)
         if self.plan.settings.scaling is not None:
-            return of_rule(self.plan, pods)
+            return of_rule(self.plan, self.count, front=self.front)
         load_s = self.plan.fit.engine.load_s
-        return of_queue(pods, load_s, self.threshold, waiting, self.grace.value)
+        return of_queue(self.count, load_s, self.threshold, self.grace.value)
 
     @cached_property
     def surge(self) -> Sourced[int]:
