@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from toolkit.tuning.deployments import FoundCapacity, Variant
 
 SIMULATIONS = 16  # of each capacity, about
-LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
+MOST_PROCESSES = 4  # a search tries at most five loads at once
 
 
 _beside = partial(option, rich_help_panel="What stands beside the recipe's settings")
@@ -110,7 +110,7 @@ def command(args: CapacityOptions) -> None:
     """
     from toolkit.report.capacity import capacity_page, capacity_sheet
     from toolkit.tuning.deployments import capacity_of, check_sharing, variants_of
-    from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
+    from toolkit.tuning.executor import ProcessPool, QuickestRunner, collect
 
     if args.html:
         check_writable(args.html)
@@ -136,11 +136,10 @@ def command(args: CapacityOptions) -> None:
         check_sharing(variant, trace)
     note_trace(traces[0])
     found: list[FoundCapacity] = []
-    longest = max(len(trace) for trace in traces)
     total = SIMULATIONS * (1 + args.at_once) * len(variants)
-    jobs = min(2, usable_cpus()) if longest >= LONG_TRACE else 1  # loads are tried in pairs
+    jobs = min(MOST_PROCESSES, usable_cpus())
     with ProcessPool(jobs) as pool, progress("capacity", total) as advance:
-        runner: Runner = pool if jobs > 1 else InProcessRunner()
+        runner = QuickestRunner(pool)
         for variant, trace in zip(variants, traces, strict=True):
             told = f"{variant.deployment.recipe.name}, {variant.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))

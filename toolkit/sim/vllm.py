@@ -48,7 +48,6 @@ FRUITLESS_MAX = 64
 NOTHING = StepShape(0, 0)
 SPARES_ALONE: Release = (0, 31)
 _order = attrgetter("order")  # of a row
-_order_of_part = attrgetter("row.order")
 
 
 def caps_alone(version: str) -> bool:
@@ -861,16 +860,18 @@ class VllmScheduler:
         row.expected = flight if self._ahead else 0
         self._cache.register(row, row.computed - self._late)
         single = self._single
-        single.append(row)
-        if len(single) > 1:
-            single.sort(key=_order)
+        place = len(single)
+        while place and single[place - 1].order > row.order:
+            place -= 1
+        single.insert(place, row)
         if flight:
             parts = self._under_way[-1]
+            place = len(parts)
+            while place and parts[place - 1].row.order > row.order:
+                place -= 1
             part = Part(row, row.computed - 1, 1)
             part.samples = True
-            parts.append(part)
-            if len(parts) > 1:
-                parts.sort(key=_order_of_part)
+            parts.insert(place, part)
 
     def ahead(self) -> int:
         """Return how many passes, the planned one included, decode the same rows whatever arrives,

@@ -13,7 +13,7 @@ A very long trace is searched on its busiest part first; then few simulations of
 
 More load is worse, but a simulation is not smooth: a load may be kept although a slightly lower one
 is not. So the answer is made monotone: loads at or near fixed shares of it are tried too, and it is
-lowered below any of them that is broken, or raised above any higher one that is kept.
+lowered below the lowest load that is broken.
 """
 
 from __future__ import annotations
@@ -40,12 +40,9 @@ TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this 
 BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity at which a load must be kept
 BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
 TOLERANCE_LONG = 0.02
-ABOVE = 1.05  # times the capacity: must be broken
 BESIDE = 0.5  # of the way from the capacity to a share: a load that near to the share will do
 LEAST = 0.001  # of a guess: no lower load is tried while none is kept
 GROWTH = (1.25, 2.5)  # the first and the greatest step up or down from a guess
-HALVED = 4  # each load of that number halves the bracket
-ROUNDS = 6  # times that the answer is checked and mended, at most
 WAITS = ("ttft", "e2e")  # metrics that waiting in a queue adds to
 LASTING = 50.0  # times the longest target on waiting that a trace lasts where it is judged
 USUAL_WAIT_S = 10.0  # in place of a target on waiting, where there is none
@@ -55,7 +52,7 @@ MOST_REPEATED = 1_000_000  # requests that a trace is repeated to, at most
 LONG = 100_000  # requests: a longer trace is searched on its busiest part first
 PART = 50_000  # requests of that part
 ROUNDS_AT_ONCE = 10  # requests for each place, where so many are served at once
-NEAR = 1.03  # the first step from a good guess
+NEAR = 1.03  # the first step of a good guess
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,7 +115,8 @@ class Capacity:
 
 @dataclass(slots=True)
 class LoadSearch:
-    """Finds the capacity of one setting. Each load is simulated once.
+    """Finds the capacity of one setting. Each load is simulated once, and loads that do not depend
+    on each other are given to `evaluate` together: it may simulate them at the same time.
 
     Args:
         at: the task at a load.
@@ -126,8 +124,7 @@ class LoadSearch:
         most: the greatest load that can be judged; beyond it, the trace says nothing.
         whole: loads are whole numbers.
         tolerance: of the load, as `TOLERANCE`.
-        below: shares of the answer that must be kept, while `ABOVE` times the answer must be
-            broken. Empty: nothing is checked.
+        below: shares of the answer that must be kept. Empty: nothing is checked.
     """
 
     at: Callable[[float], Task]
@@ -138,107 +135,112 @@ class LoadSearch:
     below: Sequence[float] = BELOW
     points: dict[float, LoadPoint] = field(default_factory=dict)
 
-    def tried(self, loads: Sequence[float]) -> list[LoadPoint]:
-        """The points at these loads."""
-        loads = [self._possible(load) for load in loads]
-        new = [load for load in dict.fromkeys(loads) if load not in self.points]
-        done = self.evaluate([self.at(load) for load in new])
-        for load, evaluation in zip(new, done, strict=True):
-            usage = dict(evaluation.outcome.used)
-            served_rps = evaluation.metrics.get(SERVED)
-            if served_rps is not None and not self.whole:  # turns wait, and so do not pile up
-                lacking = (1.0 - served_rps / load) / MOST_LACKING
-                usage[BEHIND] = max(usage.get(BEHIND, 0.0), lacking)
-            kept = all(share <= 1.0 for share in usage.values())
-            self.points[load] = LoadPoint(load, evaluation, kept, usage)
-        return [self.points[load] for load in loads]
-
     def found(self, guess: float, step: float = GROWTH[0]) -> Capacity | None:
-        """The capacity, searched from `guess` on; None where no load was found that is kept.
+        """Return the capacity, searched from `guess` on; None where no load was found that is kept.
 
-        `step`: by which factor the second load differs from the guess.
+        `step`: the factor between the first two loads, which lie on both sides of the guess.
         """
-        low, high = self._bracket(guess, step)
-        if low is None:
-            return None
-        cap = math.inf  # a broken load below which the capacity is sought
-        for _ in range(ROUNDS):
-            low, high = self._narrowed(low, high)
-            shares = [*self.below, ABOVE] if self.below and high is not None else self.below
-            checked = self.tried([share * low for share in shares if not self._has(share, low)])
-            tried = self.points.values()
-            if broken := [point.load for point in tried if not point.kept and point.load < low]:
-                high = cap = min(broken)
-                kept = [point.load for point in tried if point.kept and point.load < high]
-                if not kept:
-                    return None
-                low = max(kept)
-                continue
-            if high is None or not self.below or ABOVE * low >= cap:
-                break
-            above = max([point.load for point in checked if point.kept], default=low)
-            if above <= low:
-                break
-            low, high = (above, cap) if cap < math.inf else self._bracket(above, step)
-            assert low is not None
-        return self._answer(low, high)
+        self._try(self.first(guess, step))
+        while True:
+            self._bracket(guess, step)
+            self._narrow()
+            low, high = self._between()
+            if low is None:
+                return None
+            self._try([share * low for share in self.below if not self._has(share, low)])
+            if self._between() == (low, high):  # all of them are kept
+                return self._answer(low, high)
+
+    def first(self, guess: float, step: float) -> list[float]:
+        """Return the loads that are tried first: two beside the guess, and lower shares of it."""
+        beside = math.sqrt(step)
+        shares = [share for share in self.below if share < 1.0 / step]
+        return [*(share * guess for share in shares), guess / beside, guess * beside]
+
+    def untried(self, loads: Sequence[float]) -> list[float]:
+        """Return the nearest loads that can be simulated, without the ones that were."""
+        possible = [self._possible(load) for load in loads]
+        return [load for load in dict.fromkeys(possible) if load not in self.points]
+
+    def keep(self, load: float, evaluation: Evaluation) -> None:
+        """Keep the result of a load."""
+        usage = dict(evaluation.outcome.used)
+        served_rps = evaluation.metrics.get(SERVED)
+        if served_rps is not None and not self.whole:  # turns wait, and so do not pile up
+            lacking = (1.0 - served_rps / load) / MOST_LACKING
+            usage[BEHIND] = max(usage.get(BEHIND, 0.0), lacking)
+        kept = all(share <= 1.0 for share in usage.values())
+        self.points[load] = LoadPoint(load, evaluation, kept, usage)
+
+    def _try(self, loads: Sequence[float]) -> None:
+        try_together([self], [loads])
 
     def _has(self, share: float, load: float) -> bool:
-        """Return whether a load beside this share of `load` was tried, with the result there."""
+        """Return whether a load beside this share of `load` was tried and kept."""
         return any(
-            abs(point.load - share * load) <= BESIDE * abs(1.0 - share) * load
-            and point.kept == (share < 1.0)
+            point.kept and abs(point.load - share * load) <= BESIDE * (1.0 - share) * load
             for point in self.points.values()
         )
 
     def _answer(self, low: float, high: float | None) -> Capacity:
-        """The capacity with its points."""
+        """Return the capacity with its points."""
         points = sorted(self.points.values(), key=lambda point: point.load)
-        above = [point for point in points if point.load > low and not point.kept]
-        nearest = above[0].usage if above else self.points[low].usage
+        nearest = self.points[low if high is None else high].usage
         binding = max(nearest, key=lambda name: nearest[name])
         [*windows] = self.at(low).windows
         repeats = windows[0].trace.repeats if windows else 1
-        return Capacity(low, above[0].load if above else None, binding, points, repeats)
+        return Capacity(low, high, binding, points, repeats)
 
-    def _bracket(self, guess: float, step: float) -> tuple[float | None, float | None]:
-        """A load that is kept and a higher one that is not: the guess, and loads up or down from
-        it in steps that grow. The first is None where none was found, the second where the
-        greatest possible load is kept.
+    def _between(self) -> tuple[float | None, float | None]:
+        """Return the lowest load that is broken, second, and the highest one below it that is kept;
+        None for one that was not found.
         """
-        [point] = self.tried([guess])
-        goes_up = point.kept
+        points = self.points.values()
+        high = min([point.load for point in points if not point.kept], default=None)
+        kept = [point.load for point in points if point.kept]
+        return max([load for load in kept if high is None or load < high], default=None), high
+
+    def _bracket(self, guess: float, step: float) -> None:
+        """Try loads below or above all that were tried, in steps that grow, until one is kept and
+        one is broken, or the least or the greatest possible load was tried.
+        """
         while True:
-            last = point.load
-            if goes_up and last >= self.most:
-                return last, None
-            if not goes_up and last <= max(LEAST * guess, float(self.whole)):
-                return None, last
-            [point] = self.tried([step * last + int(self.whole) if goes_up else last / step])
-            if point.kept != goes_up:
-                return (last, point.load) if goes_up else (point.load, last)
+            low, high = self._between()
+            if low is None:
+                assert high is not None
+                if high <= max(LEAST * guess, float(self.whole)):
+                    return
+                self._try([high / step])
+            elif high is None and low < self.most:
+                self._try([step * low + int(self.whole)])
+            else:
+                return
             step = min(step * step, GROWTH[1])
 
-    def _narrowed(self, low: float, high: float | None) -> tuple[float, float | None]:
-        """The same bracket, narrowed to the tolerance.
+    def _narrow(self) -> None:
+        """Try loads between the greatest that is kept and the lowest that is broken, until these
+        are as near to each other as the tolerance.
 
-        The next load is where the first limit breaks by interpolation, but nearly as far from
-        both ends as the tolerance: so one more load beside a good guess ends the search. Every
-        fourth load halves the bracket, whatever the limits say.
+        The next two loads lie on both sides of the place where the first limit breaks by
+        interpolation, nearly as far from each other as the tolerance: so they end the search if the
+        place is right. If it is not, the next pair cuts the bracket into three parts.
         """
-        count = 0
         least = 1.0 + 0.9 * self.tolerance
-        while high is not None and high > low * (1.0 + self.tolerance):
-            count += 1
-            load = self.crossing(low, high) if count % HALVED else math.sqrt(low * high)
-            load = self._possible(min(max(load, least * low), high / least))
+        is_sure = False
+        while True:
+            low, high = self._between()
+            if low is None or high is None or high <= low * (1.0 + self.tolerance):
+                return
+            is_sure = not is_sure
+            apart = least if is_sure else max(least, (high / low) ** (1.0 / 3.0))
+            middle = min(max(self.crossing(low, high), low * apart), high / apart)
+            pair = [middle / math.sqrt(apart), middle * math.sqrt(apart)]
             if self.whole:
-                load = min(max(load, low + 1.0), high - 1.0)
-            if not low < load < high:
-                break
-            [point] = self.tried([load])
-            low, high = (load, high) if point.kept else (low, load)
-        return low, high
+                pair = [min(max(float(round(load)), low + 1.0), high - 1.0) for load in pair]
+            new = [load for load in pair if low < load < high]
+            if not new:
+                return
+            self._try(new)
 
     def crossing(self, low: float, high: float) -> float:
         """Return the load between a kept and a broken one at which the first limit is used up.
@@ -264,6 +266,20 @@ class LoadSearch:
         """The nearest load that can be simulated."""
         load = min(load, self.most)
         return float(max(round(load), 1)) if self.whole else load
+
+
+def try_together(searches: Sequence[LoadSearch], loads: Sequence[Sequence[float]]) -> None:
+    """Simulate loads of several searches together, `loads[k]` for `searches[k]`. The searches have
+    the same `evaluate`.
+    """
+    wanted = [
+        (search, load)
+        for search, own in zip(searches, loads, strict=True)
+        for load in search.untried(own)
+    ]
+    done = searches[0].evaluate([search.at(load) for search, load in wanted])
+    for (search, load), evaluation in zip(wanted, done, strict=True):
+        search.keep(load, evaluation)
 
 
 def at_rate(task: Task, rate_rps: float) -> Task:
@@ -385,18 +401,27 @@ def rate_capacity(
     return found
 
 
-def rate_near(task: Task, evaluate: Evaluate, guess_rps: float) -> float | None:
-    """Return about which rate is served at the capacity, from a good guess; None where no rate was
-    found that is kept.
+def rates_near(
+    tasks: Sequence[Task], evaluate: Evaluate, guesses: Sequence[float]
+) -> list[float | None]:
+    """Return about which rate is served at the capacity of each task, from a good guess of each;
+    None where no rate was found that is kept.
 
     It is interpolated between a rate that is kept and one that is not, at most `TOLERANCE_LONG` of
     it higher.
     """
-    search = _rate_search(task, evaluate, TOLERANCE_LONG, ())
-    found = search.found(guess_rps, 1.0 + TOLERANCE_LONG)
-    if found is None or found.broken is None:
-        return found.served_rps if found else None
-    return found.served_rps * search.crossing(found.load, found.broken) / found.load
+    step = 1.0 + 0.9 * TOLERANCE_LONG
+    searches = [_rate_search(task, evaluate, TOLERANCE_LONG, ()) for task in tasks]
+    firsts = [search.first(rps, step) for search, rps in zip(searches, guesses, strict=True)]
+    try_together(searches, firsts)
+    rates: list[float | None] = []
+    for search, guess_rps in zip(searches, guesses, strict=True):
+        found = search.found(guess_rps, step)
+        rate = found.served_rps if found else None
+        if rate and found and found.broken is not None:
+            rate *= search.crossing(found.load, found.broken) / found.load
+        rates.append(rate)
+    return rates
 
 
 def busiest_part(task: Task) -> Task | None:

@@ -36,7 +36,7 @@ from toolkit.tuning.capacity import (
     at_rate,
     busiest_part,
     rate_capacity,
-    rate_near,
+    rates_near,
 )
 from toolkit.tuning.changes import (
     PREFIX_CACHING,
@@ -237,15 +237,16 @@ def _interval(
     say of it. Of a very long trace the busiest part says by how much the rate differs.
     """
     law = deployment.fit.law_range()
-
-    def served_rps(factor: float) -> float | None:
-        whole = whole_task(replace(deployment, slowdown=factor * deployment.slowdown), trace)
-        return rate_near(busiest_part(whole) or whole, evaluate, rate.load_if(factor))
-
-    low_rps, high_rps = served_rps(law.slow), served_rps(law.fast)
-    if busiest_part(whole_task(deployment, trace)) is not None:
-        own_rps = served_rps(1.0)
-        share = rate.served_rps / own_rps if own_rps else 1.0
+    factors = [law.slow, law.fast]
+    is_long = busiest_part(whole_task(deployment, trace)) is not None
+    if is_long:
+        factors.append(1.0)
+    slowed = [replace(deployment, slowdown=factor * deployment.slowdown) for factor in factors]
+    tasks = [whole_task(one, trace) for one in slowed]
+    judged = [busiest_part(task) or task for task in tasks]
+    low_rps, high_rps, *own_rps = rates_near(judged, evaluate, [*map(rate.load_if, factors)])
+    if is_long:
+        share = rate.served_rps / own_rps[0] if own_rps[0] else 1.0
         low_rps, high_rps = (end and share * end for end in (low_rps, high_rps))
     return LawInterval(low_rps=low_rps, high_rps=high_rps, law=law)
 

@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from time import process_time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.errors import LlmctlError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # processes that simulate do not import Optuna
     from toolkit.tuning.journal import EvaluationJournal
 
 POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
+START_S = 2.0  # tasks that take longer are worth the start of processes
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
 
@@ -174,6 +176,37 @@ def _tie_to_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     end_with_parent(parent.sentinel)
+
+
+class QuickestRunner:
+    """Runs tasks in this process while they are short, and in a pool where the rest of them is
+    expected to take longer than `START_S`, by the time that requests took before.
+    """
+
+    def __init__(self, pool: ProcessPool) -> None:
+        self._pool = pool
+        self._s_per_request: float | None = None  # of the last task here; None: there was none
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        for index, task in enumerate(tasks):
+            rest = tasks[index:]
+            expected_s = (self._s_per_request or 0.0) * _requests(rest)
+            if self._pool.jobs > 1 and len(rest) > 1 and expected_s > START_S:
+                for place, evaluation in self._pool.run(rest):
+                    yield index + place, evaluation
+                return
+            begin_s = process_time()
+            evaluation = task.run()
+            took_s = process_time() - begin_s
+            # the first task imports libraries, which says nothing of the next ones
+            is_first = self._s_per_request is None
+            self._s_per_request = 0.0 if is_first else took_s / max(_requests([task]), 1)
+            yield index, evaluation
+
+
+def _requests(tasks: Sequence[Task]) -> int:
+    """Return how many requests the tasks simulate."""
+    return sum(len(window.trace) for task in tasks for window in task.windows)
 
 
 class ClusterRunner:
