@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from toolkit.server.log import TALKING
-
 
 def says(text: str, *values: str) -> bool:
     """Whether `text` has each of these names, numbers and phrases, as whole words."""
@@ -24,8 +22,7 @@ def logged_to(lines: list[str]) -> Iterator[None]:
 
     logger = logging.getLogger("toolkit")
     listener = Listener()
-    for name in TALKING:
-        logging.getLogger(name).setLevel(logging.INFO)
+    logger.setLevel(logging.INFO)
     logger.addHandler(listener)
     try:
         yield

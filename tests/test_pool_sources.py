@@ -86,7 +86,8 @@ def test_a_file_that_lists_no_replicas_is_refused(kind: str, tmp_path: Path):
         case _:
             contents = {"empty": b"", "comments": b"# none\n", "binary": b"\xff\xfe"}
             file.write_bytes(contents.get(kind, b"http://a:1\n" * 200_000))
-    with pytest.raises(InputError, match=r"replicas\.txt"):
+    said = "is not" if kind == "binary" else r"replicas\.txt"
+    with pytest.raises(InputError, match=said):
         read(listed_replicas(str(file)))
 
 

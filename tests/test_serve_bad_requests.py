@@ -18,7 +18,7 @@ from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
 from toolkit.openai.bodies import parse_json
 from toolkit.openai.errors import ApiError
-from toolkit.server import backend, bodies
+from toolkit.server import backend, bodies, engine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -260,9 +260,9 @@ async def test_large_bodies_get_the_same_answers_from_a_thread(
 ):
     for path, body, status in LARGE:
         answers = []
-        for least_bytes in (bodies.LARGE_BODY_BYTES, 1):
+        for least_bytes in (engine.LARGE_BODY_BYTES, 1):
             with monkeypatch.context() as patch:
-                patch.setattr(bodies, "LARGE_BODY_BYTES", least_bytes)
+                patch.setattr(engine, "LARGE_BODY_BYTES", least_bytes)
                 response = await http.post(path, json=body | {"temperature": 0})
             assert response.status_code == status
             answers.append(response.json() if status == 200 else error(response))
@@ -273,7 +273,7 @@ async def test_large_bodies_get_the_same_answers_from_a_thread(
 
 def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.MonkeyPatch):
     """All requests are accepted before the first body is read."""
-    monkeypatch.setattr("toolkit.server.bodies.LARGE_BODY_BYTES", 1)
+    monkeypatch.setattr("toolkit.server.engine.LARGE_BODY_BYTES", 1)
     read = threading.Event()
     encode = ByteTokenizer.encode
     monkeypatch.setattr(

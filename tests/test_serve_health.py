@@ -18,7 +18,7 @@ from toolkit.workers.protocol import WorkerLost
 def test_a_loading_server_is_healthy_and_not_ready():
     driver = make_driver(HandWorkers())
     backend = app_of(driver).backend
-    assert backend.failure == backend.problem == ""
+    assert backend.failure == ""
     assert backend.state == "loading"
     assert not any(worker.alive for worker in worker_states(driver))
 

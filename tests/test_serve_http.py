@@ -109,7 +109,7 @@ class Wire:
         return await peer.rest()
 
     async def connections(self, count: int) -> None:
-        await until(lambda: len(self.server.connections) == count)
+        await until(lambda: len(self.server.server_state.connections) == count)
 
 
 class Peer:
@@ -159,7 +159,7 @@ async def serving(**limits: float) -> AsyncIterator[Wire]:
             desk.go.set()
             for peer in wire.peers:
                 peer.close()
-            await server.stop(1.0)
+            await server.stop()
         assert raised == []
 
 
@@ -249,7 +249,7 @@ async def test_wherever_a_head_with_upgrade_is_cut_its_body_is_no_request(
     for at in range(end + 1):
         peer = await wire.open()
         await wire.connections(1)
-        (connection,) = wire.server.connections
+        (connection,) = wire.server.server_state.connections
         begin = before + whole[:at]
         for segment in (begin, whole[at:end], whole[end:], post("/early", b"", CLOSE)):
             connection.data_received(segment)
@@ -359,7 +359,7 @@ async def test_a_trailer_without_end_takes_no_memory_and_ends_with_its_connectio
     head = b"POST /early HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nlong: "
     peer = await wire.open(head + b"y" * 100_000)
     await peer.has(b"early")
-    (connection,) = wire.server.connections
+    (connection,) = wire.server.server_state.connections
     assert connection.headers == [(b"host", b"x"), (b"transfer-encoding", b"chunked")]
     peer.close()
     await wire.connections(0)
@@ -390,7 +390,7 @@ async def test_of_many_at_once_each_too_many_gets_503_and_the_others_their_answe
 async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(wire: Wire, sent: bytes):
     peer = await wire.open()
     await wire.connections(1)
-    connection = weakref.ref(next(iter(wire.server.connections)))
+    connection = weakref.ref(next(iter(wire.server.server_state.connections)))
     gc.disable()
     try:
         peer.send(sent)

@@ -5,17 +5,18 @@ import threading
 import time
 from collections.abc import Callable
 
+import httpx
 import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers
-from within import in_a_loop
+from within import in_a_loop, with_server
 
 from toolkit.engines.tokenizer import VOCAB_SIZE, ByteTokenizer, FileTokenizer
 from toolkit.openai.bodies import MAX_CONTAINERS, MAX_VALUES, parse_json
-from toolkit.openai.engine_requests import read_engine_request
+from toolkit.openai.engine_requests import EngineRequest, read_engine_request
 from toolkit.openai.errors import ApiError
-from toolkit.server import bodies
-from toolkit.server.bodies import LargeBodies, PromptReader, check_room
+from toolkit.server import engine
+from toolkit.server.bodies import PromptReader, check_room
 
 READER = PromptReader(ByteTokenizer(), VOCAB_SIZE)
 MANY = 200_000
@@ -76,7 +77,7 @@ WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
 async def test_the_worst_bodies_are_refused_while_the_loop_turns(name: str):
     read, body, message = WORST[name]
     begin_s = time.process_time()
-    asking = asyncio.create_task(LargeBodies().read(read, body))
+    asking = asyncio.create_task(asyncio.to_thread(read, body))
     turns = 0
     while not asking.done():
         await asyncio.sleep(0.001)
@@ -94,31 +95,26 @@ def test_what_is_inside_strings_is_no_value():
     assert listed == ["[,"] * (MAX_VALUES // 4)
 
 
-@in_a_loop
-async def test_large_bodies_are_read_one_at_a_time_and_too_many_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@with_server()
+async def test_large_bodies_are_read_one_at_a_time(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bodies, "MAX_WAITING_BODIES", 2)
-    monkeypatch.setattr(bodies, "LARGE_BODY_BYTES", 1)
     reading: list[str] = []
     most = 0
 
-    def read(body: bytes) -> bytes:
+    def read(body: bytes, *, chat: bool) -> EngineRequest:
         nonlocal most
         reading.append(threading.current_thread().name)
         most = max(most, len(reading))
         time.sleep(0.01)
         reading.pop()
-        return body
+        return read_engine_request(body, chat=chat)
 
-    large = LargeBodies()
-    asking = [asyncio.create_task(large.read(read, b"body")) for _ in range(3)]
-    found = await asyncio.gather(*asking, return_exceptions=True)
-    assert found[:2] == [b"body", b"body"]
-    assert isinstance(found[2], ApiError)
-    assert (found[2].status, found[2].headers) == (503, {"Retry-After": "5"})
+    monkeypatch.setattr(engine, "read_engine_request", read)
+    monkeypatch.setattr(engine, "LARGE_BODY_BYTES", 1)
+    asking = [http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}) for _ in range(9)]
+    assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
     assert most == 1
-    assert await large.read(lambda _: threading.current_thread(), b"") is threading.main_thread()
 
 
 @pytest.mark.slow

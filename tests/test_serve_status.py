@@ -290,7 +290,7 @@ class LiveServer:
                 await server.start(listener)
                 started.set()
                 await self.ending.wait()
-                await server.stop(5.0)
+                await server.stop()
             await driver.stop()
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))

@@ -33,4 +33,4 @@ async def front_on(
             yield pool, listener
         finally:
             await pool.stop()
-            await server.stop(1)
+            await server.stop()

@@ -96,7 +96,6 @@ class ServeOptions(ScenarioOptions):
         None, "Read the certificate's key from this file; default: the certificate's file."
     )
     insecure: bool = _network(False, "Accept other machines without an API key.")
-    open_metrics: bool = _network(False, "Let clients read /metrics without the key.")
     served_model_name: str = _network("", "The name of the model in the API.")
     allow_end_after: bool = _network(
         False, "Let requests set the length of their output (llmctl_end_after), for replays."
@@ -208,7 +207,7 @@ def _refuse_what_it_lacks(args: ServeOptions, plan: Plan, *, has_replicas: bool)
             )
     elif is_server:
         _refuse(args, f"engine {name}", "--ssl-certfile", "--ssl-keyfile", "--request-log",
-                "--allow-end-after", "--open-metrics", "--status-page", why=OWN_SERVER)  # fmt: skip
+                "--allow-end-after", "--status-page", why=OWN_SERVER)  # fmt: skip
     else:
         _refuse(args, f"engine {name}", "--pass-log", "--live")
     if args.ssl_certfile is None and args.ssl_keyfile is not None:
@@ -268,7 +267,6 @@ def _options(
         insecure=args.insecure,
         certificate=args.ssl_certfile,
         certificate_key=args.ssl_keyfile,
-        open_metrics=args.open_metrics,
         status_page=is_loopback(host) if args.status_page is None else args.status_page,
         max_new_tokens=serve.max_new_tokens,
         max_waiting=serve.max_waiting,

@@ -35,6 +35,7 @@ from toolkit.server.status import DATA, PAGE, StatusPage
 from toolkit.server.watched import follow
 
 Answers = Callable[[Scope, Receive, Send], Awaitable[None]]
+OPEN_PATHS = ("/health", "/ready")  # without a key
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -57,23 +58,16 @@ class Application:
         self.leaving = False
         self._start_s = time.monotonic()
         self._created = int(time.time())
-        self._open_paths = {"/health", "/ready", *(["/metrics"] if options.open_metrics else [])}
         self._local_paths: set[str] = set()
         self.page: StatusPage | None = None
         self.tasks: dict[str, Work] = {
             "keys": lambda: follow(options.keys, self.renew_keys, options.say),
-            "health of the manager": lambda: options.manager.report_health(
-                lambda: not backend.failure
-            ),
             **backend.tasks,
         }
         self._routes = FastAPI(openapi_url=None, redirect_slashes=False)
         self._routes.add_exception_handler(ApiError, on_api_error)
         self._routes.add_exception_handler(HTTPException, on_http_exception)
         self._routes.add_exception_handler(Exception, on_bug)
-        self._add_pages()
-
-    def _add_pages(self) -> None:
         self.add("/v1/models", self.models)
         self.add("/v1/models/{name:path}", self.model)
         self.add("/health", self.health)
@@ -145,7 +139,7 @@ class Application:
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ApiError if the request may not pass."""
         is_local = path in self._local_paths
-        is_open = is_local or path in self._open_paths
+        is_open = is_local or path in OPEN_PATHS
         if is_local or (self.options.local_hosts_only and not is_open):
             what = "the status page" if is_local else UNKEYED
             check_local_host(headers.get("host", ""), what)
@@ -203,7 +197,6 @@ class Application:
         }
         return {
             "state": self.state,
-            "problem": backend.problem,
             "uptime_s": round(self.uptime_s, 1),
             "waiting": backend.waiting,
             "workers": [],

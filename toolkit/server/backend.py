@@ -68,12 +68,7 @@ class ServerBackend(ABC):
     @property
     @abstractmethod
     def state(self) -> str:
-        """In a few words; "ready" if it can serve requests."""
-
-    @property
-    @abstractmethod
-    def problem(self) -> str:
-        """Why it makes no progress, or ''."""
+        """ "ready" if it can serve requests; else what it does, or why it makes no progress."""
 
     @property
     def failure(self) -> str:
@@ -203,9 +198,10 @@ def late(predicted: PredictedLatency, wait_s: float) -> ApiError:
     """Return the error for a request that would miss a target: its forecast, and for how many
     seconds.
     """
-    first = f"{predicted.ttft_s:.1f} s"
-    last = f"{predicted.e2e_s:.1f} s"
-    text = f"too many requests wait: the first token would come in {first}, the last in {last}"
+    text = (
+        "too many requests wait: the first token would come in "
+        f"{predicted.ttft_s:.1f} s, the last in {predicted.e2e_s:.1f} s"
+    )
     return overloaded(text, retry_after_s(wait_s))
 
 

@@ -1,6 +1,6 @@
 """Read the bodies of requests: within their bounds, and prompts in tokens.
 
-`LargeBodies` reads large bodies in a thread, so that they do not block the event loop. A thread
+`EngineBackend` reads a large body in a thread, so that it does not block the event loop. A thread
 that parses in C holds Python's global lock meanwhile, so `toolkit.openai.bodies.parse_json` bounds
 each such step.
 """
@@ -8,8 +8,7 @@ each such step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence, Sized
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -21,11 +20,9 @@ from toolkit.openai.engine_requests import (
     EngineCompletion,
     EngineRequest,
 )
-from toolkit.openai.errors import ApiError, overloaded
+from toolkit.openai.errors import ApiError
 
 BODY_S = 60.0  # for a body
-LARGE_BODY_BYTES = 1 << 15
-MAX_WAITING_BODIES = 64
 Prompts = Sequence[Sequence[int]]  # in tokens
 
 
@@ -62,38 +59,6 @@ async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None
 def _too_large(max_bytes: int) -> ApiError:
     text = f"the body is larger than {max_bytes} bytes"
     return ApiError(text, status=413)
-
-
-ReadT = TypeVar("ReadT")
-SizedT = TypeVar("SizedT", bound=Sized)
-
-
-def is_large(body: Sized) -> bool:
-    """Return whether reading the body takes too long for the event loop."""
-    return len(body) > LARGE_BODY_BYTES
-
-
-class LargeBodies:
-    """Reads one large body after another in a thread, and small ones at once."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._waiting = 0
-
-    async def read(self, read: Callable[[SizedT], ReadT], body: SizedT) -> ReadT:
-        """Return `read(body)`. Raises ApiError if too many large bodies wait, and what `read`
-        raises.
-        """
-        if not is_large(body):
-            return read(body)
-        if self._waiting >= MAX_WAITING_BODIES:
-            raise overloaded(f"{self._waiting} large bodies wait to be read; try again later")
-        self._waiting += 1
-        try:
-            async with self._turn:
-                return await asyncio.to_thread(read, body)
-        finally:
-            self._waiting -= 1
 
 
 class PromptReader:

@@ -6,9 +6,11 @@ before the work is done: a full queue before tokenizing.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,7 +40,7 @@ from toolkit.sched.types import NO_LIMIT, Worker
 from toolkit.sched.types import Request as PooledRequest
 from toolkit.server.backend import SendAnswer, ServerBackend, late, unavailable
 from toolkit.server.background import while_connected
-from toolkit.server.bodies import LargeBodies, PromptReader, Prompts, check_room, is_large, short
+from toolkit.server.bodies import PromptReader, Prompts, check_room, short
 from toolkit.server.driver import Driver
 from toolkit.server.live import LiveRequest, Reply, TextOutput
 from toolkit.server.log import EventLog
@@ -52,6 +54,7 @@ from toolkit.workers.protocol import Workers
 WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
 MAX_SEED = (1 << 63) - 1
+LARGE_BODY_BYTES = 1 << 15  # reading a larger body takes too long for the event loop
 NO_WORKER = "no worker is alive"
 
 
@@ -70,19 +73,14 @@ class EngineBackend(ServerBackend):
         self._tokenizer = tokenizer
         self._engine = engine
         self._reader = PromptReader(tokenizer, engine.vocab_size)
-        self._large_bodies = LargeBodies()
+        self._reading = ThreadPoolExecutor(1, "bodies")  # one large body after another
         driver.on_end = self._write
 
     @property
     def state(self) -> str:
-        if self.draining:
-            return "draining"
-        state = self.driver.state
-        return NO_WORKER if state == "ready" and not self._lives else state
-
-    @property
-    def _lives(self) -> bool:
-        return any(worker.alive for worker in self.driver.scheduler.workers)
+        lives = any(worker.alive for worker in self.driver.scheduler.workers)
+        is_stuck = self.driver.state == "ready" and not lives
+        return self.failure or (NO_WORKER if is_stuck else self.driver.state)
 
     @property
     def failure(self) -> str:
@@ -90,13 +88,6 @@ class EngineBackend(ServerBackend):
         if isinstance(error, EngineError):
             return "no worker can be loaded"
         return "the scheduler stopped at a bug" if error else ""
-
-    @property
-    def problem(self) -> str:
-        """Loading is not a problem: to the scheduler workers live until they are lost."""
-        if self.failure or self._lives:
-            return self.failure
-        return NO_WORKER
 
     @property
     def waiting(self) -> int:
@@ -145,11 +136,16 @@ class EngineBackend(ServerBackend):
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
         chat = request.scope["path"] == CHAT
         read = partial(read_engine_request, chat=chat)
-        asked = await self._large_bodies.read(read, body)
-        self._admit(asked)
-        prompts = await self._large_bodies.read(lambda _: self._reader.tokens(asked), body)
-        if is_large(body):  # others were admitted, or a drain began, while a thread read
+        if len(body) <= LARGE_BODY_BYTES:
+            asked = read(body)
             self._admit(asked)
+            prompts = self._reader.tokens(asked)
+        else:
+            in_thread = partial(asyncio.get_running_loop().run_in_executor, self._reading)
+            asked = await in_thread(read, body)
+            self._admit(asked)
+            prompts = await in_thread(self._reader.tokens, asked)
+            self._admit(asked)  # others were admitted meanwhile, or a drain began
         return partial(self._answer, self._submit(asked, prompts))
 
     async def _answer(self, reply: Reply, receive: Receive, send: Send) -> None:

@@ -9,7 +9,6 @@ while another answer is due.
 from __future__ import annotations
 
 import asyncio
-import math
 import resource
 from typing import Any, cast
 
@@ -34,12 +33,10 @@ def possible_connections(descriptors_each: int) -> int:
     """
     wanted = CONNECTIONS * descriptors_each + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most: float = math.inf if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = int(min(wanted, most))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    enough_for = wanted if soft == resource.RLIM_INFINITY else soft
-    return max(min(CONNECTIONS, (enough_for - SPARE_DESCRIPTORS) // descriptors_each), 1)
+    possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < possible:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+    return max((possible - SPARE_DESCRIPTORS) // descriptors_each, 1)
 
 
 class BoundedConnection(HttpToolsProtocol):

@@ -21,8 +21,6 @@ from toolkit.sched.eventlog import Event, to_line
 
 FORM = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 TIME_FORM = "%Y-%m-%dT%H:%M:%S"  # in UTC
-# Their returns are of level INFO. Of other modules, only warnings are for an operator.
-TALKING = ("toolkit.processes.supervisor", "toolkit.server.own_replicas", "toolkit.server.replicas")
 PENDING_BYTES_MAX = 1 << 16  # of an event log, before they are written
 EVENT_LOG_BYTES_MAX = 1 << 30  # an hour or so of a busy server
 FLUSH_EVERY_S = 1.0
@@ -36,8 +34,7 @@ def logging_to_stderr() -> Iterator[None]:
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     logger = logging.getLogger("toolkit")
-    for name in TALKING:
-        logging.getLogger(name).setLevel(logging.INFO)
+    logger.setLevel(logging.INFO)  # what is lost is a warning, and its return is of level INFO
     logger.addHandler(handler)
     try:
         yield

@@ -58,7 +58,6 @@ class ServerOptions:
         insecure: it may be open to other machines.
         certificate: a PEM file; with it the server speaks TLS.
         certificate_key: None: it is in the certificate's file.
-        open_metrics: /metrics needs no key.
         max_new_tokens: that one request may ask for; before replicas, assumed for a request that
             names no limit.
         max_waiting: requests; with more, new ones get 503.
@@ -89,7 +88,6 @@ class ServerOptions:
     insecure: bool = False
     certificate: Path | None = None
     certificate_key: Path | None = None
-    open_metrics: bool = False
     status_page: bool = False
     max_new_tokens: int = 256
     max_waiting: int = 4096

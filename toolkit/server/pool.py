@@ -54,7 +54,6 @@ from toolkit.server.log import EventLog
 from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
 from toolkit.server.own_replicas import (
-    POLL_EVERY_S,
     LiveFleet,
     OwnReplicas,
     StartServer,
@@ -62,16 +61,16 @@ from toolkit.server.own_replicas import (
 )
 from toolkit.server.prompt_blocks import PromptGauge
 from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
-from toolkit.server.replicas import COUNTERS, ReplicaNeeds, ReplicaPool
+from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.server.stats import Stats
 from toolkit.server.status import facts_of
-from toolkit.server.watched import Watched, follow
+from toolkit.server.watched import follow
 from toolkit.units import counted
 
 if TYPE_CHECKING:
     from toolkit.server.application import Application
 
-FIRST_PROBES_S = 15.0  # it can serve after this long even if no replica is up
+FIRST_PROBES_S = 5.0  # it can serve after this long even if no replica is up
 SILENCE_S = 600.0  # of a server that is recorded, after which a request is given up
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 
@@ -121,10 +120,6 @@ class PoolBackend(ServerBackend):
         return "ready" if self.pool.up else NO_REPLICA
 
     @property
-    def problem(self) -> str:
-        return "" if self.pool.up else NO_REPLICA
-
-    @property
     def model(self) -> str:
         return self.options.model or self.pool.model
 
@@ -151,17 +146,25 @@ class PoolBackend(ServerBackend):
             application.written("/{rest:path}", self.pass_on, *METHODS)
 
     async def start(self) -> None:
-        """Start the replicas, and wait for all; or find those that run already, and wait until one
-        is up.
+        """Start the replicas, and wait for all; or follow the list of those that run already, and
+        wait until one is up.
         """
+        pool = self.pool
+        say = self.options.say
         if self._own is not None:
             await self._own.start()
         if self._fleet is not None:
             self.background.start("autoscaler", self._fleet.run)
-        if self.options.replicas is not None:
-            await self._find(self.options.replicas)
-        if not self.pool.up:
-            self.options.say("no replica is up yet: requests get 503 until one is")
+        listed = self.options.replicas
+        if listed is not None:
+            if listed.value:
+                say(pool.renew(listed.value))
+            self.background.start("list of replicas", partial(follow, listed, pool.renew, say))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_PROBES_S):
+                    await pool.changed.wait()
+        if not pool.up:
+            say("no replica is up yet: requests get 503 until one is")
 
     async def stop(self) -> None:
         self.stopped = True
@@ -170,18 +173,6 @@ class PoolBackend(ServerBackend):
         if self._own is not None:
             await self._own.stop()
         await self.pool.stop()
-
-    async def _find(self, listed: Watched[list[str]]) -> None:
-        """Ask the listed replicas until one is up or all were asked, and follow the list."""
-        pool = self.pool
-        say = self.options.say
-        if listed.value:
-            say(pool.renew(listed.value))
-        pool.background.start("list of replicas", partial(follow, listed, pool.renew, say))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_PROBES_S):
-                while not pool.up and not pool.all_asked:
-                    await asyncio.sleep(POLL_EVERY_S / 10)
 
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
         session = request.headers.get("x-session-id", "")
@@ -280,7 +271,7 @@ class PoolBackend(ServerBackend):
             "moved": "Answers that went on elsewhere.",
         }
         for name, text in by_replica.items():
-            kind = Counter if name in COUNTERS else Gauge
+            kind = Gauge if name in ("up", "running") else Counter
             values = {one.url: float(getattr(one, name)) for one in self.pool.replicas}
             yield family_of(kind, f"llmctl_replica_{name}", text, labels, values, "replica")
         text = "Failures of tasks that run beside requests."

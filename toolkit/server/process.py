@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit import interrupts
@@ -147,13 +146,6 @@ class Manager:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.connect(name)
             manager.send(state.encode(), flags)
-
-    async def report_health(self, healthy: Callable[[], bool]) -> None:
-        """Report health twice per `watchdog_s`, while there is any. A blocked loop reports none."""
-        while self.watchdog_s:
-            if healthy():
-                self.beat()
-            await asyncio.sleep(self.watchdog_s / 2)
 
     def beat(self) -> None:
         """Report once that the server is healthy, where there is a watchdog."""

@@ -150,14 +150,15 @@ class RelayedRequest:
         """Ask replicas, one after the other, until the request has ended."""
         merged = self._merged
         failures = 0
-        while (replica := await self._choose()) is not None:
+        replica = self._first or await self._choose()
+        while replica is not None:
             tokens = merged.tokens
             try:
                 await self._attempt(replica)
                 return
             except AttemptFailedError as failed:
                 replica.failures += 1
-                _logger.info("%s: %s: %s", self._id, replica.url, failed)
+                _logger.debug("%s: %s: %s", self._id, replica.url, failed)
                 if merged.complete or not merged.goes_on or self._backend.stopped:
                     await self._give_up(f"the answer broke off: {failed}")
                     return
@@ -169,14 +170,13 @@ class RelayedRequest:
                 self._failed.add(replica)
                 if merged.begun:
                     replica.moved += 1
+            replica = await self._choose()
 
     async def _choose(self) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
         backend = self._backend
         pool = backend.pool
-        replica = self._first
-        self._first = None
-        while replica is None:
+        while True:
             able = await self._able()
             fresh = [each for each in able if each not in self._failed]
             if fresh:
@@ -187,17 +187,15 @@ class RelayedRequest:
                     self._routed(), time.monotonic(), barred, accepted=True
                 )
                 assert isinstance(index, int)
-                replica = pool.by_index[index]
-            elif not able:
+                return pool.by_index[index]
+            if not able:
                 await self._give_up(NO_REPLICA)
                 return None
-            elif self._refusal is not None and not self._head_sent:
+            if self._refusal is not None and not self._head_sent:
                 await self._send_whole(f"HTTP {self._refusal[0]}", self._refusal)
                 return None
-            else:
-                self._failed.clear()
-                await asyncio.sleep(PAUSE_S)
-        return replica
+            self._failed.clear()
+            await asyncio.sleep(PAUSE_S)
 
     async def _able(self) -> list[LiveReplica]:
         """Wait until a replica is up that can go on where the answer has begun. Return all such

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 State = Literal["joining", "up", "down", "hung", "left out", "gone"]
 
 PROBE_UP_S = 2.0  # between two probes of a replica that is up
-PROBE_DOWN_S = 0.5  # and of one that is not, at first
-PROBE_DOWN_MAX_S = 5.0
+PROBE_DOWN_S = 0.5  # and of one that is not, or failed the last probe
 PROBE_TIMEOUT_S = 5.0
 DOUBT_EVERY_S = 1.0  # between two questions whether a replica serves at all
 FAILED_PROBES = 2  # in a row take a replica out
@@ -62,8 +61,6 @@ MAX_ROWS = 1 << 20  # that a replica may report
 _MAX_TOKENS = re.compile(r"max_tokens=(\d{1,9})\b")
 MAX_ENGINES = 1024  # of a replica, of which figures are read
 _logger = logging.getLogger(__name__)
-COUNTERS = ("requests", "failures", "moved")  # of a replica, which only grow
-IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
 
 @dataclass(slots=True, eq=False)
@@ -183,12 +180,6 @@ class ReplicaPool:
     def up(self) -> list[LiveReplica]:
         return [replica for replica in self.replicas if replica.up]
 
-    @property
-    def all_asked(self) -> bool:
-        """Whether there are replicas, and each was probed at least once."""
-        probed = [replica.state != "joining" for replica in self.replicas]
-        return bool(probed) and all(probed)
-
     def renew(self, wanted: Sequence[str]) -> str:
         """Use the replicas with these URLs from now on. Returns a message about the change.
         Requests on a replica that is no longer listed may end there.
@@ -278,9 +269,8 @@ class ReplicaPool:
     async def read_reports(self) -> None:
         """Give the balancer the replicas' own figures, until cancelled."""
         while True:
-            start_s = time.monotonic()
             await asyncio.gather(*(self._report(replica) for replica in self.up))
-            await asyncio.sleep(max(REPORT_EVERY_S - (time.monotonic() - start_s), 0.01))
+            await asyncio.sleep(REPORT_EVERY_S)
 
     async def stop(self) -> None:
         await self.background.stop()
@@ -308,7 +298,6 @@ class ReplicaPool:
     async def _watch(self, replica: LiveReplica) -> None:
         """Probe a replica until cancelled."""
         failed = 0
-        wait_s = PROBE_DOWN_S
         while True:
             try:
                 await self._probe(replica)
@@ -318,17 +307,12 @@ class ReplicaPool:
             except UnfitError as unfit:
                 failed += 1
                 self._on_unfit(replica, unfit.state, str(unfit), failed)
-            if replica.up:
-                pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
-            else:
-                pause_s = wait_s
-                wait_s = min(wait_s * 1.5, PROBE_DOWN_MAX_S)
             replica.wake.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):  # `wait_for` of Python 3.11 may lose a cancel
+                # `wait_for` of Python 3.11 may lose a cancel
+                async with asyncio.timeout(PROBE_DOWN_S if failed else PROBE_UP_S):
                     await replica.wake.wait()
                 await asyncio.sleep(PROBE_DOWN_S / 5)  # what has just failed needs a moment
-                wait_s = PROBE_DOWN_S
 
     def _take_in(self, replica: LiveReplica) -> None:
         """Send a replica requests from now on."""
@@ -409,7 +393,7 @@ class ReplicaPool:
             raise UnfitError(why, "left out")
         self.model = self.model or plain(model.id)
         replica.max_model_len = length
-        replica.speaks_ids = model.owned_by in IDS_FROM
+        replica.speaks_ids = model.owned_by == "vllm"
         if not replica.up:
             replica.default_tokens = await self._default_tokens(replica)
 

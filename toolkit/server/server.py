@@ -14,8 +14,7 @@ import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self
 
 import uvicorn
 import uvloop
@@ -35,7 +34,6 @@ PEM_HINT = (
     "--ssl-certfile and --ssl-keyfile are PEM files; "
     "the certificate comes before those of its authorities"
 )
-POLL_S = 0.01
 IDLE_S = 60  # until a head is there; longer than in clients' connection pools: they close first
 ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
 LAST_BYTES_S = 5  # for final chunks to be sent
@@ -93,37 +91,41 @@ class Server:
         """Do what `run` does, in the loop that runs."""
         application = self.application
         backend = application.backend
+        manager = application.options.manager
+
+        async def report_health() -> None:
+            if not backend.failure:
+                manager.beat()
+
         http = HttpServer(
             application,
             descriptors_each=backend.descriptors_each,
-            certificate=application.options.certificate,
-            key=application.options.certificate_key,
+            ssl_certfile=application.options.certificate,
+            ssl_keyfile=application.options.certificate_key,
+            callback_notify=report_health,
+            timeout_notify=int((manager.watchdog_s or 0.0) / 2),
         )
         signals = Signals()
         for name, work in application.tasks.items():
             backend.background.start(name, work)
-        starting: asyncio.Task[None] | None = None
-        breaking: asyncio.Task[None] | None = None
+        working = asyncio.create_task(backend.start())
         try:
             await http.start(self.listener)
-            starting = asyncio.create_task(backend.start())
-            await first_of(starting, signals.first.wait())
+            await first_of(working, signals.first.wait())
             if not signals.first.is_set():
-                starting.result()
+                working.result()
                 on_ready(self.url)
-                breaking = asyncio.create_task(backend.broken())
-                await first_of(signals.first.wait(), breaking)
-                if breaking.done():
-                    breaking.result()
+                working = asyncio.create_task(backend.broken())
+                await first_of(working, signals.first.wait())
+                if working.done():
+                    working.result()
                 await self._leave(http, signals)
         finally:
-            tasks = [task for task in (starting, breaking) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
             await backend.stop()
             await backend.background.stop()
-            await http.stop(LAST_BYTES_S)
+            await http.stop()
             signals.close()
 
     async def _leave(self, http: HttpServer, signals: Signals) -> None:
@@ -149,26 +151,18 @@ class Server:
         await first_of(application.backend.drain(options.timeout_s), signals.second.wait())
 
 
-class HttpServer:
+class HttpServer(uvicorn.Server):
     """An ASGI application on a listening socket. It gets only scopes of type `http`.
 
     Args:
         descriptors_each: file descriptors of a connection (`possible_connections`).
-        certificate: a PEM file; with it the server speaks TLS.
-        key: the file of its key; None: the certificate's.
+        settings: further ones of uvicorn.
 
     Raises `InputError` for a certificate or a key that cannot be used.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        descriptors_each: int = 1,
-        certificate: Path | None = None,
-        key: Path | None = None,
-    ) -> None:
-        self._config = uvicorn.Config(
+    def __init__(self, app: ASGIApp, *, descriptors_each: int = 1, **settings: Any) -> None:
+        config = uvicorn.Config(
             app,
             http=BoundedConnection,
             ws="none",
@@ -181,45 +175,36 @@ class HttpServer:
             backlog=BACKLOG,
             limit_concurrency=possible_connections(descriptors_each) + 1,  # the asking one counts
             timeout_keep_alive=IDLE_S,
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
+            timeout_graceful_shutdown=LAST_BYTES_S,
+            **settings,
         )
         try:
-            self._config.load()
+            config.load()
         except OSError as error:  # OpenSSL's, which names no file, is one as well
-            files = " and ".join(str(file) for file in (certificate, key) if file)
+            files = " and ".join(
+                str(file) for file in (config.ssl_certfile, config.ssl_keyfile) if file
+            )
             raise InputError(f"{files}: {error.strerror or error}", PEM_HINT) from None
-        self._server = uvicorn.Server(self._config)
-        self._dating: asyncio.Task[None] | None = None  # keeps the Date
-
-    @property
-    def connections(self) -> set[BoundedConnection]:
-        return cast(set[BoundedConnection], self._server.server_state.connections)
+        super().__init__(config)
+        self.servers = []
+        self.lifespan = config.lifespan_class(config)
 
     async def start(self, listener: socket.socket) -> None:
         """Accept connections from a bound `listener`."""
-        self._server.lifespan = self._config.lifespan_class(self._config)
-        await self._server.on_tick(0)
-        await self._server.startup(sockets=[listener])
-        self._dating = asyncio.create_task(self._server.main_loop())
+        await self.on_tick(0)
+        await self.startup(sockets=[listener])
+        self._ticking = asyncio.create_task(self.main_loop())
 
     def close_listener(self) -> None:
         """Accept no more connections. Existing ones continue."""
-        for listening in self._server.servers if self._server.started else []:
+        for listening in self.servers:
             listening.close()
 
-    async def stop(self, timeout_s: float) -> None:
-        """Close idle connections, wait `timeout_s` for running responses, and abort the rest."""
-        self.close_listener()
-        for connection in list(self.connections):
-            connection.shutdown()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.connections:
-                    await asyncio.sleep(POLL_S)
-        for connection in list(self.connections):
+    async def stop(self) -> None:
+        """Close idle connections, wait for running responses at most `LAST_BYTES_S` seconds, and
+        abort the rest.
+        """
+        self.should_exit = True
+        await self.shutdown()
+        for connection in list(self.server_state.connections):
             connection.transport.abort()
-        tasks = [*self._server.server_state.tasks, *([self._dating] if self._dating else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

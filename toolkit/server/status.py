@@ -72,7 +72,7 @@ class StatusPage:
         facts: the settings that it shows; a new plan may bring others.
         stats: what the front counts.
         now_s: the seconds that it has served.
-        server: returns the rest: its state, problem, uptime, workers or replicas, and totals.
+        server: returns the rest: its state, uptime, workers or replicas, and totals.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from toolkit.endpoints.upstream import Upstream, server_url
 from toolkit.errors import InputError, LlmctlError
+from toolkit.files.strict import read_bytes
 
 CHECK_EVERY_S = 1.0
 ValueT = TypeVar("ValueT")
@@ -85,7 +86,6 @@ async def follow(
 MAX_REPLICAS = 1024
 DNS_EVERY_S = 3.0
 ANSWER_S = 10.0
-MAX_FILE_BYTES = 1 << 20
 HINT = "--replica takes URLs, or one FILE or dns://NAME:PORT"
 
 
@@ -95,15 +95,9 @@ def given_replicas(urls: Sequence[str]) -> Watched[list[str]]:
 
 
 def _read_list(path: Path) -> list[str]:
-    try:
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path}: not a regular file", HINT)  # a pipe would wait
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(f"{path}: longer than {MAX_FILE_BYTES} bytes", HINT)
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text"
-        raise InputError(f"{path}: cannot be read: {why}", HINT) from None
+    if path.is_fifo():
+        raise InputError(f"{path}: not a regular file", HINT)  # a pipe would wait
+    lines = read_bytes(path, HINT, 1 << 20).decode(errors="replace").splitlines()
     texts = [line.partition("#")[0].strip() for line in lines]
     urls = once(_checked(text) for text in texts if text)
     if not urls:  # it may be about to be written
@@ -146,16 +140,11 @@ def listed_replicas(text: str) -> Watched[list[str]]:
     raise InputError(f"--replica {text}: not a list of replicas", HINT)
 
 
-def _checked(text: str) -> str:
-    """The replica in its one spelling. Raises `InputError` for what no request can be sent to."""
-    Upstream(text if not text.lower().startswith("https") else "http" + text[5:], ANSWER_S)
-    return spelled(text)
-
-
-def spelled(url: str) -> str:
-    """A replica's URL in one spelling: scheme and host in lower case, without the default port, a
-    last slash and /v1. Raises `InputError` where it is no URL of a server.
+def _checked(url: str) -> str:
+    """Return a replica's URL in one spelling: scheme and host in lower case, without the default
+    port, a last slash and /v1. Raises `InputError` for what no request can be sent to.
     """
+    Upstream(url if not url.lower().startswith("https") else "http" + url[5:], ANSWER_S)
     return str(server_url(url)).rstrip("/").removesuffix("/v1")
 
 
