@@ -39,6 +39,7 @@ from toolkit.routing.types import ReplicaTraits, RoutedRequest
 from toolkit.sched.policies.parameters import defaults
 from toolkit.server import replicas as pools
 from toolkit.server.application import Application
+from toolkit.server.log import EventLog
 from toolkit.server.options import ServerOptions, one_key
 from toolkit.server.own_replicas import OwnReplicas
 from toolkit.server.pool import PoolBackend, traits_of_replicas
@@ -798,12 +799,13 @@ async def own_replicas(
     backend: OwnStandIns,
     front: Front,
     said: list[str],
+    log: EventLog | None = None,
 ) -> AsyncIterator[OwnReplicas]:
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
     for each in backend.standins:
         await each.start()
     options = ServerOptions(model=MODEL, timeout_s=1.0, say=said.append)
-    own = OwnReplicas(backend.replica, plan, options, front.pool)
+    own = OwnReplicas(backend.replica, plan, options, front.pool, front.backend.stats, log)
     starting = asyncio.create_task(own.start())
     with logged_to(said):
         async with asyncio.timeout(20):

@@ -25,7 +25,7 @@ from toolkit.scaling.autoscaler import Autoscaler
 from toolkit.scaling.log import FleetHeader, FleetLine, FleetLog, FleetStep, ReplicaChange
 from toolkit.scaling.places import to_end, to_start
 from toolkit.server.log import EventLog
-from toolkit.server.own_replicas import LiveFleet, scaling_of
+from toolkit.server.own_replicas import OwnReplicas, scaling_of
 
 pytestmark = pytest.mark.slow
 
@@ -69,35 +69,38 @@ def test_places_are_filled_from_the_lowest_and_left_from_the_highest() -> None:
     assert to_end(states, 4) == []
 
 
+async def following(own: OwnReplicas) -> asyncio.Task[None]:
+    """Follow the autoscaler, as soon as the first replica is up."""
+    while not own.servers or not own.servers[0].up:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.1)  # `start` looks every 50 ms
+    return asyncio.create_task(own.follow())
+
+
 @behind(starts=())
 async def test_a_further_replica_starts_serves_and_drains_without_losing_a_request(
     front: Front, servers: list[StandIn], tmp_path: Path
 ):
     plan = under(fake_plan_of(samples.paged_fit()), ONE_EACH)
-    scaling = scaling_of(plan)
-    assert scaling is not None
     backend = OwnStandIns(2)
     first, second = backend.standins
     first.token_s = second.token_s = 0.01
     said: list[str] = []
     path = tmp_path / "fleet.jsonl"
-    async with own_replicas(plan, backend, front, said) as own:
-        with EventLog(path) as log:
-            while not own.servers or not own.servers[0].up:
-                await asyncio.sleep(0.005)
-            fleet = LiveFleet(scaling, own, front.pool, front.backend.stats, log)
-            following = asyncio.create_task(fleet.run())
+    with EventLog(path) as log:
+        async with own_replicas(plan, backend, front, said, log) as own:
+            task = await following(own)
             short = [asyncio.create_task(front.stream(asked(80))) for _ in range(2)]
-            while fleet.counts() != {"wanted": 2, "ready": 2, "starting": 0}:
+            while own.counts() != {"wanted": 2, "ready": 2, "starting": 0}:
                 await asyncio.sleep(0.005)
             long = await front.stream(asked(300))
             assert second.served.total() == 1
             assert [(await one).text for one in short] == [answer_of(asked(80))] * 2
             assert long.text == answer_of(asked(300))
-            while fleet.states != ["ready", "gone"]:
+            while own.states != ["ready", "gone"]:
                 await asyncio.sleep(0.005)
             assert (await front.stream(asked(5))).text == answer_of(asked(5))
-            following.cancel()
+            task.cancel()
     assert [each.stopped for each in backend.made] == [True, True]
     assert front.backend.continued == 0
     lines = lines_of(path)
@@ -126,18 +129,13 @@ async def test_a_replica_that_cannot_start_is_tried_again(front: Front, servers:
     plan = under(fake_plan_of(samples.paged_fit()), ScalingSpec(
         rule="static", parameters={"replicas": 2}, behaviour=AT_ONCE
     ))  # fmt: skip
-    scaling = scaling_of(plan)
-    assert scaling is not None
     backend = OwnStandIns(2, check)
     said: list[str] = []
     async with own_replicas(plan, backend, front, said) as own:
-        while not own.servers or not own.servers[0].up:
+        task = await following(own)
+        while own.states != ["ready", "ready"]:
             await asyncio.sleep(0.005)
-        fleet = LiveFleet(scaling, own, front.pool, front.backend.stats)
-        following = asyncio.create_task(fleet.run())
-        while fleet.states != ["ready", "ready"]:
-            await asyncio.sleep(0.005)
-        following.cancel()
+        task.cancel()
     assert not failures
     assert any(says(line, "replica 1 could not be started", "no room") for line in said), said
 

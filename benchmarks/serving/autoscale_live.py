@@ -4,7 +4,7 @@
 
 Takes about `seconds` for each shape and run. Needs nothing but the package.
 
-The front of llmctl runs in this process, with its own `OwnReplicas` and `LiveFleet`. A replica is a
+The front of llmctl runs in this process, with its own `OwnReplicas`. A replica is a
 process without a model: it runs `ROWS` requests at once, and a pass of all of them takes `TOKEN_S`,
 so its law is known exactly, and two cores are enough for several replicas. It starts as fast as
 Python does on this machine. Requests come by chance, at three rates over time: `step`, `ramp` and

@@ -37,6 +37,8 @@ from toolkit.server.options import ServerOptions
 from toolkit.server.replicas import LiveReplica, ReplicaPool
 from toolkit.server.stats import Stats
 
+_logger = logging.getLogger(__name__)
+
 POLL_EVERY_S = 0.2
 SETTLED_S = 60.0  # a replica that ran for so long and ends is started again at once
 Result = TypeVar("Result")
@@ -81,27 +83,47 @@ def most_replicas(plan: Plan) -> int:
 
 
 class OwnReplicas(Supervisor):
-    """The servers that the front starts, each with its own port and devices.
+    """The servers that the front starts, each with its own port and devices. Where the plan has a
+    scaling rule, `follow` starts and drains servers until there are as many as an autoscaler wants.
+
+    Args:
+        pool: sends them requests, and asks them for their figures.
+        stats: the counters of the front.
+        log: gets the decisions of the autoscaler.
 
     Attributes:
+        scaling: the rule and its bounds; None: the number of the servers is fixed.
         most: servers that there may be, between which the devices are divided.
         servers: those that have started and run, by their number.
+        states: what each server did when `follow` looked last, by its number.
     """
 
     called = "replica"
 
     def __init__(
-        self, start: StartServer, plan: Plan, options: ServerOptions, pool: ReplicaPool
+        self,
+        start: StartServer,
+        plan: Plan,
+        options: ServerOptions,
+        pool: ReplicaPool,
+        stats: Stats,
+        log: EventLog | None = None,
     ) -> None:
         super().__init__(plan.workers)
+        self.scaling = scaling_of(plan)
         self.most = most_replicas(plan)
         self._start = start
         self._plan = plan.model_copy(update={"workers": self.most})
         self._options = options
         self._pool = pool
+        self._stats = stats
+        self._decisions = log
         scale = plan.recipe.scale
         self._drain_s = (scale and scale.drain_s) or math.inf
         self.servers: dict[int, LiveReplica] = {}
+        self.states: list[State] = []
+        self._begin_s = 0.0
+        self._scaler = None if self.scaling is None else Autoscaler(self.scaling, self.size, 0.0)
         # One thread of a server may wait until it is ready, and another one stop it meanwhile.
         self._threads = ThreadPoolExecutor(2 * self.most, "replica")
 
@@ -112,23 +134,9 @@ class OwnReplicas(Supervisor):
         await self.start_children()
         while len(self._pool.up) < self.size:
             await asyncio.sleep(POLL_EVERY_S / 4)
-
-    def drain(self, number: int) -> None:
-        """Send a server no more requests, and end it when it has none; at once where it starts."""
-        self.retire(number)
-        if number in self.servers:
-            self._pool.remove(self.servers[number])
-
-    def states(self) -> list[State]:
-        """Return what each server does, by its number. One that is down is starting again."""
-        return [self._state(number) for number in range(len(self.children))]
-
-    def _state(self, number: int) -> State:
-        if self.is_over(number):
-            return "gone"
-        if self.children[number].is_retired:
-            return "draining"
-        return "ready" if number in self.servers and self.servers[number].up else "starting"
+        self._begin_s = time.monotonic()
+        if self.scaling is not None:
+            self._write(FleetHeader.of(self.scaling, self.size))
 
     async def stop(self) -> None:
         """End all servers."""
@@ -191,78 +199,57 @@ class OwnReplicas(Supervisor):
                 self.succeeded(number)
             await asyncio.sleep(POLL_EVERY_S)
 
-
-_logger = logging.getLogger(__name__)
-
-
-class LiveFleet:
-    """Starts and drains own replicas until there are as many as an autoscaler wants.
-
-    Args:
-        scaling: the rule and its bounds.
-        own: the servers; they have started.
-        pool: asks the replicas for their figures.
-        stats: the counters of the front.
-        log: gets the decisions.
-
-    Attributes:
-        states: of the replicas, by place.
-    """
-
-    def __init__(
-        self,
-        scaling: ScalingRule,
-        own: OwnReplicas,
-        pool: ReplicaPool,
-        stats: Stats,
-        log: EventLog | None = None,
-    ) -> None:
-        self.states: list[State] = []
-        self._own = own
-        self._pool = pool
-        self._stats = stats
-        self._log = log
-        self._begin_s = math.nan
-        self._scaler = Autoscaler(scaling, own.size, 0.0)
+    # How many there are
 
     def counts(self) -> dict[str, int]:
-        """Return how many replicas are wanted, ready and starting."""
-        states = self.states
+        """Return how many replicas are wanted, ready and starting; nothing without a rule."""
+        if self._scaler is None:
+            return {}
         return {
             "wanted": self._scaler.wanted,
-            "ready": states.count("ready"),
-            "starting": states.count("starting"),
+            "ready": self.states.count("ready"),
+            "starting": self.states.count("starting"),
         }
 
-    async def run(self) -> None:
-        """Follow the autoscaler until the servers are ended."""
-        if math.isnan(self._begin_s):
-            self._begin_s = time.monotonic()
-            self._write(FleetHeader.of(self._scaler.scaling, self._own.size))
-        while not self._own.ending.is_set():
+    async def follow(self) -> None:
+        """Follow the autoscaler until the servers are ended. They have started."""
+        scaler = self._scaler
+        assert scaler is not None
+        while not self.ending.is_set():
             self._note_states()
-            if self._now_s() >= self._scaler.next_s:
-                await self._step()
-            left_s = self._scaler.next_s - self._now_s()
+            if self._now_s() >= scaler.next_s:
+                await self._step(scaler)
+            left_s = scaler.next_s - self._now_s()
             await asyncio.sleep(min(max(left_s, 0.0), POLL_EVERY_S / 2))
 
     def _now_s(self) -> float:
         return time.monotonic() - self._begin_s
 
-    async def _step(self) -> None:
-        """Let the autoscaler work with what the replicas say now, and do what it says."""
-        places = [(place, one) for place, one in self._own.servers.items() if one.up]
+    async def _step(self, scaler: Autoscaler) -> None:
+        """Let the autoscaler work with what the replicas say now. When it decides, start and drain
+        replicas until there are as many as it wants, or no device is free.
+        """
+        places = [(place, one) for place, one in self.servers.items() if one.up]
         loads = await asyncio.gather(*[self._load(place, one) for place, one in places])
         self._note_states()
         now_s = self._now_s()
-        scaler = self._scaler
         sample = self._sample(now_s, tuple(sorted(loads, key=lambda load: load.place)))
         ready = self.states.count("ready")
         decides = scaler.step(now_s, ready, lambda: sample)
         taken = sample if scaler.history.latest is sample else None
         self._write(FleetStep(now_s, ready, scaler.wanted, taken))
         if decides:
-            self._reconcile()
+            for place in to_start(self.states, scaler.wanted, self.most):
+                self.start_child(place)
+            for place in to_end(self.states, scaler.wanted):
+                self._drain(place)
+            self._note_states()
+
+    def _drain(self, number: int) -> None:
+        """Send a server no more requests, and end it when it has none; at once where it starts."""
+        self.retire(number)
+        if number in self.servers:
+            self._pool.remove(self.servers[number])
 
     async def _load(self, place: int, replica: LiveReplica) -> ReplicaLoad:
         """Return a replica's figures; of one without metrics, what the front has sent there."""
@@ -285,33 +272,32 @@ class LiveFleet:
             stats.ended_tokens,
         )
 
-    def _reconcile(self) -> None:
-        """Start and end replicas until there are as many as are wanted, or no device is free."""
-        wanted = self._scaler.wanted
-        for place in to_start(self.states, wanted, self._own.most):
-            self._own.start_child(place)
-        for place in to_end(self.states, wanted):
-            self._own.drain(place)
-        self._note_states()
-
     def _note_states(self) -> None:
         """Note what the replicas do now, and log what has changed."""
         before = self.states
-        self.states = self._own.states()
+        self.states = [self._state(number) for number in range(len(self.children))]
         for place, state in enumerate(self.states):
             if state == (before[place] if place < len(before) else None):
                 continue
             _logger.info("replica %d is %s", place, state)
             self._write(ReplicaChange(self._now_s(), place, state))
-            child = self._own.children[place]
+            child = self.children[place]
             if state == "gone" and not child.is_retired:
                 error = child.first.exception()
                 _logger.warning("replica %d could not be started: %s", place, error)
 
+    def _state(self, number: int) -> State:
+        """Return what a server does. One that is down is starting again."""
+        if self.is_over(number):
+            return "gone"
+        if self.children[number].is_retired:
+            return "draining"
+        return "ready" if number in self.servers and self.servers[number].up else "starting"
+
     def _write(self, line: FleetLine) -> None:
-        if self._log is not None:
-            self._log.add(line)
-            self._log.flush()
+        if self._decisions is not None:
+            self._decisions.add(line)
+            self._decisions.flush()
 
 
 def scaling_of(plan: Plan) -> ScalingRule | None:

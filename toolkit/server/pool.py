@@ -53,12 +53,7 @@ from toolkit.server.live import SHUTTING_DOWN
 from toolkit.server.log import EventLog
 from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
-from toolkit.server.own_replicas import (
-    LiveFleet,
-    OwnReplicas,
-    StartServer,
-    scaling_of,
-)
+from toolkit.server.own_replicas import OwnReplicas, StartServer
 from toolkit.server.prompt_blocks import PromptGauge
 from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
 from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
@@ -81,7 +76,6 @@ class PoolBackend(ServerBackend):
     Args:
         own: the replicas that it starts; None: they are those of `ServerOptions.replicas`, or the
             pool is filled by other code.
-        fleet: changes the number of the replicas that it starts; None: that is fixed.
 
     Attributes:
         continued: answers that went on at another replica.
@@ -97,7 +91,6 @@ class PoolBackend(ServerBackend):
         *,
         stats: Stats | None = None,
         own: OwnReplicas | None = None,
-        fleet: LiveFleet | None = None,
     ) -> None:
         super().__init__(options, stats or Stats())
         self.background = pool.background
@@ -109,7 +102,6 @@ class PoolBackend(ServerBackend):
         self.stopped = False
         self.numbers = count(1)  # of the requests
         self._own = own
-        self._fleet = fleet
         pool.http.most_kept = possible_connections(self.descriptors_each) // 2
         self.tasks["silent replicas"] = pool.sweep
         if self.balancer.router.reads_reports:
@@ -153,8 +145,8 @@ class PoolBackend(ServerBackend):
         say = self.options.say
         if self._own is not None:
             await self._own.start()
-        if self._fleet is not None:
-            self.background.start("autoscaler", self._fleet.run)
+            if self._own.scaling is not None:
+                self.background.start("autoscaler", self._own.follow)
         listed = self.options.replicas
         if listed is not None:
             if listed.value:
@@ -280,7 +272,7 @@ class PoolBackend(ServerBackend):
 
     def _counts(self) -> dict[str, int]:
         """Return how many replicas are wanted, ready and starting; nothing without a rule."""
-        return {} if self._fleet is None else self._fleet.counts()
+        return {} if self._own is None else self._own.counts()
 
     def shown(self) -> dict[str, Any]:
         router = self.balancer.router
@@ -412,21 +404,18 @@ def pool_backend(
     )
     stats = Stats(sla=recipe.sla)
     own: OwnReplicas | None = None
-    fleet: LiveFleet | None = None
     log = EventLog(options.event_log) if options.event_log else nullcontext()
     with log as decisions:
         if options.replicas is None:
             assert start is not None
-            scaling = scaling_of(plan)
             text = f"starting {counted(plan.workers, 'server')} of {recipe.engine.name}"
             keys = one_key(pool.key)
             each = replace(options, host="127.0.0.1", port=0, keys=keys, event_log=None)
-            own = OwnReplicas(start, plan, each, pool)
-            if scaling is not None:
-                text += f"; {scaling.least} to {own.most} by the rule {scaling.rule.name}"
-                fleet = LiveFleet(scaling, own, pool, stats, decisions)
+            own = OwnReplicas(start, plan, each, pool, stats, decisions)
+            if own.scaling is not None:
+                text += f"; {own.scaling.least} to {own.most} by the rule {own.scaling.rule.name}"
             options.say(text)
-        backend = PoolBackend(pool, options, stats=stats, own=own, fleet=fleet)
+        backend = PoolBackend(pool, options, stats=stats, own=own)
         backend.facts = facts_of(plan, options.model or model_name(plan))
         yield backend
 
