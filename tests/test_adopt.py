@@ -365,7 +365,7 @@ def test_the_production_stack_turns_prefix_caching_off_unless_it_is_asked_for(tm
 def test_a_file_s_gpu_and_replicas_are_taken(capsys, tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text(MANIFEST)
-    assert llmctl("recipe from-file", file, "--json") == 0
+    assert llmctl("recipe from-manifest", file, "--json") == 0
     recipe = json.loads(capsys.readouterr().out)["recipe"]
     assert (recipe["hardware"]["gpu"], recipe["workers"]) == ("h100-sxm", 3)
 
@@ -382,7 +382,7 @@ def test_a_file_s_gpu_and_replicas_are_taken(capsys, tmp_path: Path) -> None:
 def test_a_file_without_one_server_says_which_there_are(capsys, tmp_path, text, named) -> None:
     file = tmp_path / "values.yaml"
     file.write_text(text)
-    assert llmctl("recipe from-file", file, "--gpu", "h200") == 2
+    assert llmctl("recipe from-values", file, "--gpu", "h200") == 2
     assert says(capsys.readouterr().err, *named)
 
 
@@ -390,7 +390,7 @@ def test_pools_that_prefill_apart_are_refused(capsys, tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     text = LLM_D.replace("prefill: {create: false}", "prefill:" + LLM_D.partition("decode:")[2])
     file.write_text(text.replace("prefill: {create: false}", "").rstrip().removesuffix("prefill:"))
-    assert llmctl("recipe from-file", file, "--name", "prefill") == 2
+    assert llmctl("recipe from-values", file, "--name", "prefill") == 2
     assert says(capsys.readouterr().err, "connector")
 
 

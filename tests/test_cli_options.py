@@ -43,7 +43,11 @@ OTHER_MEANINGS = {
     "--trace": {
         "recipe new": "its limits become the recipe's",
         "render": "what the tuning was about",
-        **dict.fromkeys(("recipe from-command", "recipe from-file"), "becomes the recipe's"),
+        **dict.fromkeys(
+            ("recipe from-command", "recipe from-values", "recipe from-compose",
+             "recipe from-manifest"),
+            "becomes the recipe's",
+        ),
     },
     "--trials": {"autoscale": "of each rule"},
     "--tuning": {

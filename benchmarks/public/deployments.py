@@ -419,8 +419,8 @@ PAGE_HEAD = """\
 
     python -m benchmarks.public.deployments --sources FOLDER --configs FOLDER
 
-What `recipe from-command` and `from-file` make of vLLM deployments that others publish ([raw
-data](data/deployments.json)). *Usable*: each flag and
+What `recipe from-command`, `from-values`, `from-compose` and `from-manifest` make of vLLM
+deployments that others publish ([raw data](data/deployments.json)). *Usable*: each flag and
 variable is read, and none asks for what llmctl does not model, nor does the model. Nothing was
 started. Where no config.json was at hand, the flags alone were judged, and the model only by what
 its source says: whether it takes media, and names of families that are known to have sparse

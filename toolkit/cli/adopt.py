@@ -1,4 +1,6 @@
-"""`llmctl recipe from-command` and `from-file`: a recipe of a vLLM server that exists."""
+"""`llmctl recipe from-command`, `from-values`, `from-compose` and `from-manifest`: a recipe of a
+vLLM server that exists.
+"""
 
 from __future__ import annotations
 

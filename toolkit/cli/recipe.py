@@ -82,7 +82,8 @@ class NewOptions(ScenarioOptions):
 
 
 app.command("from-command")(from_command)
-app.command("from-file")(from_file)
+for name in ("from-values", "from-compose", "from-manifest"):
+    app.command(name)(from_file)  # what is in a file says its form
 
 
 @app.command("new")
