@@ -18,7 +18,7 @@ from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
 from toolkit.openai.bodies import parse_json
 from toolkit.openai.errors import ApiError
-from toolkit.server import backend, bodies, engine
+from toolkit.server import backend, engine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -222,7 +222,7 @@ async def test_large_bodies_are_refused_while_the_server_holds_too_much(
 async def test_a_body_that_does_not_come_in_time_is_refused(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bodies, "BODY_S", 0.01)
+    monkeypatch.setattr(backend, "BODY_S", 0.01)
 
     async def never():
         yield b"{"

@@ -1,9 +1,9 @@
 """Large bodies, which a thread reads: bounded work, while the event loop turns."""
 
 import asyncio
+import re
 import threading
 import time
-from collections.abc import Callable
 
 import httpx
 import pytest
@@ -11,25 +11,13 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers
 from within import in_a_loop, with_server
 
-from toolkit.engines.tokenizer import VOCAB_SIZE, ByteTokenizer, FileTokenizer
+from toolkit.engines.tokenizer import FileTokenizer
 from toolkit.openai.bodies import MAX_CONTAINERS, MAX_VALUES, parse_json
 from toolkit.openai.engine_requests import EngineRequest, read_engine_request
-from toolkit.openai.errors import ApiError
+from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.server import engine
-from toolkit.server.bodies import PromptReader, check_room
 
-READER = PromptReader(ByteTokenizer(), VOCAB_SIZE)
 MANY = 200_000
-
-
-def completion(body: bytes) -> object:
-    for prompt in READER.tokens(read_engine_request(body, chat=False)):
-        check_room(len(prompt), 512)
-    return body
-
-
-def chat(body: bytes) -> object:
-    return READER.tokens(read_engine_request(body, chat=True))
 
 
 def listed(item: bytes, count: int) -> bytes:
@@ -38,33 +26,33 @@ def listed(item: bytes, count: int) -> bytes:
 
 KEYS = b"{%s}" % b",".join(b'"k%d":0' % number for number in (*range(50_000), 49_999))
 TOO_MANY = "more than 524288 values"
-WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
+WORST: dict[str, tuple[str, bytes, str]] = {  # paths, bodies, what the answers say
     "many unknown keys": (
-        completion,
+        COMPLETIONS,
         KEYS.replace(b'{"k0":0', b'{"prompt":"a"').replace(b',"k49999":0}', b"}"),
         "'k1' is not a field",
     ),
-    "more keys": (completion, b"{%s}" % listed(b'"k":0', MAX_VALUES // 2 + 1), TOO_MANY),
-    "many tokens": (completion, b'{"prompt":[%s]}' % listed(b"1", MANY), "has 200000 tokens"),
-    "more tokens": (completion, b'{"prompt":[%s]}' % listed(b"1", MAX_VALUES + 1), TOO_MANY),
+    "more keys": (COMPLETIONS, b"{%s}" % listed(b'"k":0', MAX_VALUES // 2 + 1), TOO_MANY),
+    "many tokens": (COMPLETIONS, b'{"prompt":[%s]}' % listed(b"1", MANY), "has 200000 tokens"),
+    "more tokens": (COMPLETIONS, b'{"prompt":[%s]}' % listed(b"1", MAX_VALUES + 1), TOO_MANY),
     "numbers of 4,000 digits": (
-        completion,
+        COMPLETIONS,
         b'{"prompt":[%s]}' % listed(b"1" * 4_000, 200),
         "too large a number",
     ),
-    "a long text": (completion, b'{"prompt":"%s"}' % (b"a" * 500_000), "has 500000 tokens"),
-    "many messages": (chat, b'{"messages":[%s]}' % listed(b"{}", 60_000), "length <= 2048"),
-    "many lists": (chat, b'{"x":[%s]}' % listed(b"[]", 60_000), "'x' is not a field"),
+    "a long text": (COMPLETIONS, b'{"prompt":"%s"}' % (b"a" * 500_000), "has 500000 tokens"),
+    "many messages": (CHAT, b'{"messages":[%s]}' % listed(b"{}", 60_000), "length <= 2048"),
+    "many lists": (CHAT, b'{"x":[%s]}' % listed(b"[]", 60_000), "'x' is not a field"),
     "more lists": (
-        chat,
+        CHAT,
         b'{"x":[%s]}' % listed(b"[]", MAX_CONTAINERS),
         "more than 65536 lists and objects",
     ),
-    "many strings": (completion, b'{"prompt":[%s]}' % listed(b'""', 150_000), "150000 prompts"),
-    "strings one behind the other": (completion, b'""' * MAX_VALUES, TOO_MANY),
-    "deep": (completion, b'{"prompt":' + b"[" * (MAX_CONTAINERS - 1), "not a JSON object|nests"),
+    "many strings": (COMPLETIONS, b'{"prompt":[%s]}' % listed(b'""', 150_000), "150000 prompts"),
+    "strings one behind the other": (COMPLETIONS, b'""' * MAX_VALUES, TOO_MANY),
+    "deep": (COMPLETIONS, b'{"prompt":' + b"[" * (MAX_CONTAINERS - 1), "not a JSON object|nests"),
     "deeper": (
-        completion,
+        COMPLETIONS,
         b'{"prompt":[' + b"[" * MAX_CONTAINERS,
         "more than 65536 lists and objects",
     ),
@@ -73,17 +61,21 @@ WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORST)
-@in_a_loop
-async def test_the_worst_bodies_are_refused_while_the_loop_turns(name: str):
-    read, body, message = WORST[name]
+@with_server()
+async def test_the_worst_bodies_are_refused_while_the_loop_turns(
+    http: httpx.AsyncClient, name: str
+):
+    path, body, message = WORST[name]
     begin_s = time.process_time()
-    asking = asyncio.create_task(asyncio.to_thread(read, body))
+    headers = {"content-type": "application/json"}
+    asking = asyncio.create_task(http.post(path, content=body, headers=headers))
     turns = 0
     while not asking.done():
         await asyncio.sleep(0.001)
         turns += 1
-    with pytest.raises(ApiError, match=message):
-        await asking
+    answer = await asking
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"])
     assert turns > 1 or time.process_time() - begin_s < 0.05
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client.core import Metric
-from starlette.requests import Request
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded, retry_after_s
 from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.routing.admission import PredictedLatency
-from toolkit.server.background import Background, Work
-from toolkit.server.bodies import check_json, read_body
+from toolkit.server.background import Background, Work, while_connected
 from toolkit.server.options import ServerOptions
 from toolkit.server.stats import QUEUE_FULL, Stats
 from toolkit.server.status import Facts
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 1 << 16  # a body up to this size is taken however much is held
 POLL_S = 0.01  # while a drain waits
+BODY_S = 60.0  # for a body
 MAX_HELD_BYTES = 256 << 20  # of bodies, of all requests
-SendAnswer = Callable[[Receive, Send], Awaitable[None]]  # of one request
+Answer = Callable[[Send], Coroutine[Any, Any, None]]  # sends that of one request
 
 
 class ServerBackend(ABC):
@@ -139,7 +140,7 @@ class ServerBackend(ABC):
             check_json(request.headers)
             body = await read_body(request, self.options.max_body_bytes, hold)
             answer = await self.take(request, body, arrival_s)
-            await answer(receive, send)
+            await while_connected(receive, answer(send))
 
     @contextmanager
     def running_request(self) -> Iterator[Callable[[int], None]]:
@@ -164,9 +165,10 @@ class ServerBackend(ABC):
             self.left -= 1
 
     @abstractmethod
-    async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
-        """Read and admit a request that came at `arrival_s` of `time.monotonic`. Raises `ApiError`
-        for one that is not to be served.
+    async def take(self, request: Request, body: bytes, arrival_s: float) -> Answer:
+        """Read and admit a request that came at `arrival_s` of `time.monotonic`. Returns what sends
+        its answer; it is cancelled when the client leaves, and raises `ApiError` where nothing was
+        sent. Raises `ApiError` for a request that is not to be served.
         """
 
     def admit(self, model: str | None, choices: int = 1) -> None:
@@ -192,6 +194,41 @@ class ServerBackend(ABC):
     def expected_wait_s(self) -> float:
         """Return the seconds that a new request would wait."""
         return RETRY_AFTER_S
+
+
+def check_json(headers: Headers) -> None:
+    """Raise `ApiError` where the content-type is not JSON."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(f"content-type is '{kind[:80]}', and must be application/json", status=415)
+
+
+async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """Return the body; `hold` gets the size of each piece. Raises `ApiError` as soon as it exceeds
+    `max_bytes`, whatever length it states, and for one that takes too long.
+    """
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                hold(len(piece))
+                body += piece
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        text = f"the body did not come within {BODY_S:g} s"
+        raise ApiError(text, status=408, headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ApiError("the body ended early") from None
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    text = f"the body is larger than {max_bytes} bytes"
+    return ApiError(text, status=413)
 
 
 def late(predicted: PredictedLatency, wait_s: float) -> ApiError:

@@ -209,8 +209,7 @@ class Driver:
         if new:
             if math.isnan(times.first_s):
                 self.forecast.first_token(active.predicted, now_s - times.arrival_s)
-            self.stats.count_tokens(new, times, now_s)
-            times.came(now_s, new)
+            self.stats.count_tokens(new, times, now_s, new)
         if not ended:
             active.reply.tell(active)
             return
@@ -280,7 +279,9 @@ class Driver:
 
     def _launch(self, batch: Pass, now_s: float, *, follows: bool) -> None:
         """Send a pass to its worker."""
-        self.stats.count_start(batch)
+        moves = batch.moves or NO_MOVES
+        self.stats.preemptions += len(moves.pause) + len(moves.swap_out)
+        self.stats.preemptions += sum([not job.cancelled for job in batch.evict])
         self.forecast.started(batch)
         entering = [self._active[job.request_id] for job in batch.jobs]
         for active in entering:

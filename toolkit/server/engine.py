@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from prometheus_client.core import Metric
 from starlette.requests import Request
-from starlette.types import Receive, Send
+from starlette.types import Send
 
 from toolkit.engine_traits import traits_of
 from toolkit.engines.protocol import SamplingParams
@@ -29,7 +29,12 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, identity, refuse_foreign
 from toolkit.openai.answers import AnswerWriter, about_answer
-from toolkit.openai.engine_requests import EngineChat, EngineRequest, read_engine_request
+from toolkit.openai.engine_requests import (
+    EngineChat,
+    EngineCompletion,
+    EngineRequest,
+    read_engine_request,
+)
 from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import CHAT, COMPLETION_TOKENS
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
@@ -38,9 +43,7 @@ from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import NO_LIMIT, Worker
 from toolkit.sched.types import Request as PooledRequest
-from toolkit.server.backend import SendAnswer, ServerBackend, late, unavailable
-from toolkit.server.background import while_connected
-from toolkit.server.bodies import PromptReader, Prompts, check_room, short
+from toolkit.server.backend import Answer, ServerBackend, late, unavailable
 from toolkit.server.driver import Driver
 from toolkit.server.live import LiveRequest, Reply, TextOutput
 from toolkit.server.log import EventLog
@@ -54,7 +57,9 @@ from toolkit.workers.protocol import Workers
 WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
 MAX_SEED = (1 << 63) - 1
-LARGE_BODY_BYTES = 1 << 15  # reading a larger body takes too long for the event loop
+# A larger body is read in a thread, since it would block the event loop for too long. A thread that
+# parses in C holds Python's global lock meanwhile: `toolkit.openai.bodies` bounds each such step.
+LARGE_BODY_BYTES = 1 << 15
 NO_WORKER = "no worker is alive"
 
 
@@ -72,7 +77,6 @@ class EngineBackend(ServerBackend):
         self.driver = driver
         self._tokenizer = tokenizer
         self._engine = engine
-        self._reader = PromptReader(tokenizer, engine.vocab_size)
         self._reading = ThreadPoolExecutor(1, "bodies")  # one large body after another
         driver.on_end = self._write
 
@@ -133,27 +137,25 @@ class EngineBackend(ServerBackend):
     async def stop(self) -> None:
         await self.driver.stop()
 
-    async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
+    async def take(self, request: Request, body: bytes, arrival_s: float) -> Answer:
         chat = request.scope["path"] == CHAT
         read = partial(read_engine_request, chat=chat)
         if len(body) <= LARGE_BODY_BYTES:
             asked = read(body)
             self._admit(asked)
-            prompts = self._reader.tokens(asked)
+            prompts = self._tokens(asked)
         else:
             in_thread = partial(asyncio.get_running_loop().run_in_executor, self._reading)
             asked = await in_thread(read, body)
             self._admit(asked)
-            prompts = await in_thread(self._reader.tokens, asked)
+            prompts = await in_thread(self._tokens, asked)
             self._admit(asked)  # others were admitted meanwhile, or a drain began
         return partial(self._answer, self._submit(asked, prompts))
 
-    async def _answer(self, reply: Reply, receive: Receive, send: Send) -> None:
-        """Send the response; cancel its requests if the client leaves. Raises ApiError if it fails
-        before anything was sent.
-        """
+    async def _answer(self, reply: Reply, send: Send) -> None:
+        """Send the response, and cancel what is left of its requests."""
         try:
-            await while_connected(receive, reply.send(send))
+            await reply.send(send)
         finally:
             self._cancel(reply)
 
@@ -192,7 +194,37 @@ class EngineBackend(ServerBackend):
         self.check_open()  # it may have begun to drain while the body was read
         self.admit(asked.model, choices)
 
-    def _submit(self, asked: EngineRequest, prompts: Prompts) -> Reply:
+    def _tokens(self, asked: EngineRequest) -> list[list[int]]:
+        """Return the tokens of all prompts of a request. New clients call 'system' 'developer'."""
+        try:
+            if isinstance(asked, EngineChat):
+                roles = {"developer": "system"}
+                messages = [
+                    {"role": roles.get(one.role, one.role), "content": one.text}
+                    for one in asked.messages
+                ]
+                return [self._tokenizer.encode_chat(messages)]
+            assert isinstance(asked, EngineCompletion)
+            for prompt in asked.prompts:
+                if not isinstance(prompt, str):
+                    self._check_tokens(prompt, "prompt")
+            encode = self._tokenizer.encode
+            return [encode(text) if isinstance(text, str) else text for text in asked.prompts]
+        except InputError as error:
+            param = "messages" if isinstance(asked, EngineChat) else "prompt"
+            raise ApiError(error.message, param=param) from None
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise `ApiError` for a token that is not in the model's vocabulary."""
+        size = self._engine.vocab_size
+        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+            token = next(token for token in tokens if not 0 <= token < size)
+            raise ApiError(
+                f"'{param}' holds token {short(token)}; tokens here are 0 to {size - 1}",
+                param=param,
+            )
+
+    def _submit(self, asked: EngineRequest, prompts: Sequence[Sequence[int]]) -> Reply:
         """Submit all choices of all prompts. Raises `ApiError` for a request that cannot be served,
         and then submits nothing. It awaits nothing, so the counts that admitted a request hold.
         """
@@ -236,11 +268,18 @@ class EngineBackend(ServerBackend):
         return reply
 
     def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
-        """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
+        """Return how many tokens may be generated. Raises `ApiError` for an empty prompt, one that
+        leaves no room for a new token, and if `wanted` exceeds a limit.
+        """
         longest = self.options.max_new_tokens
         max_model_len = self._engine.max_model_len
-        check_room(prompt_tokens, max_model_len)
         room = max_model_len - prompt_tokens
+        if prompt_tokens < 1:
+            raise ApiError("the prompt has no tokens", param="prompt")
+        if room < 1:
+            limit = f"the limit of prompt + output is {max_model_len}"
+            text = f"the prompt has {prompt_tokens} tokens; {limit}"
+            raise ApiError(text, param="prompt", code="context_length_exceeded")
         if wanted is None:
             return min(default, longest, room)
         if wanted > longest:
@@ -260,7 +299,7 @@ class EngineBackend(ServerBackend):
         Sampling without a seed gets a random one here, so that a slice that runs again draws the
         same tokens.
         """
-        self._reader.check_tokens(asked.stop_token_ids, "stop_token_ids")
+        self._check_tokens(asked.stop_token_ids, "stop_token_ids")
         if asked.min_tokens > limit:
             text = f"min_tokens is {short(asked.min_tokens)}; max_tokens is {limit}"
             raise ApiError(text, param="min_tokens")
@@ -284,6 +323,11 @@ class EngineBackend(ServerBackend):
             at = self.log.timestamp(self.driver.start_s + active.times.arrival_s)
             tokens = len(active.prompt), len(active.tokens), active.max_new_tokens
             self.log.add(active.times.line(at, tokens, active.status, active.priority))
+
+
+def short(number: int) -> str:
+    """A number for a message. A number in JSON may have thousands of digits."""
+    return str(number) if abs(number) < 10**20 else "too large a number"
 
 
 @contextmanager

@@ -45,9 +45,8 @@ from toolkit.routing.simple import RoundRobinRouter
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import ROWS, TOKENS
-from toolkit.server.backend import SendAnswer, ServerBackend
+from toolkit.server.backend import Answer, ServerBackend, read_body
 from toolkit.server.background import while_connected
-from toolkit.server.bodies import read_body
 from toolkit.server.http import possible_connections
 from toolkit.server.live import SHUTTING_DOWN
 from toolkit.server.log import EventLog
@@ -166,7 +165,7 @@ class PoolBackend(ServerBackend):
             await self._own.stop()
         await self.pool.stop()
 
-    async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
+    async def take(self, request: Request, body: bytes, arrival_s: float) -> Answer:
         session = request.headers.get("x-session-id", "")
         call = GenerationCall(request.scope["path"], body, session)
         self.admit(call.model or None)
@@ -295,7 +294,7 @@ class PoolBackend(ServerBackend):
             "knobs": parameters(router),
             "replicas": replicas,
             "fleet": self._counts(),
-            "totals": {"continued": self.continued, "retry_budget": self.budget.share},
+            "totals": {"continued": self.continued},
         }
 
 

@@ -10,7 +10,7 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Send
 
 from toolkit.endpoints.upstream import LOST, NOT_HTTP, UpstreamAnswer, UpstreamError
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
@@ -20,7 +20,6 @@ from toolkit.openai.requests import GenerationCall
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.server.backend import late
-from toolkit.server.background import while_connected
 from toolkit.server.live import send_whole
 from toolkit.server.replicas import NOT_SERVED, LiveReplica
 from toolkit.server.stats import ENDED_WELL, LATE, RequestTimes
@@ -50,11 +49,6 @@ class RetryBudget:
 
     def __init__(self) -> None:
         self._left = RETRY_BURST
-
-    @property
-    def share(self) -> float:
-        """What is left of the budget, from 0 to 1."""
-        return self._left / RETRY_BURST
 
     def request(self) -> None:
         self._left = min(self._left + RETRY_SHARE, RETRY_BURST)
@@ -129,13 +123,10 @@ class RelayedRequest:
             raise late(choice.predicted, choice.wait_s)
         self._first = None if choice is None else backend.pool.by_index[choice]
 
-    async def answer(self, receive: Receive, send: Send) -> None:
+    async def answer(self, send: Send) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
         self._send = send
         self._backend.budget.request()
-        await while_connected(receive, self._within_time())
-
-    async def _within_time(self) -> None:
         limit_s = self._backend.options.request_timeout_s
         try:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
@@ -322,7 +313,6 @@ class RelayedRequest:
             self._has_token = True
             backend.balancer.first_token(self._id, at_s)
         backend.stats.count_tokens(tokens, self.times, at_s)
-        self.times.came(at_s)
 
     async def _send_piece(self, answer: UpstreamAnswer, piece: bytes) -> None:
         """Send a piece of the answer's body, behind its head."""

@@ -269,7 +269,12 @@ class ReplicaPool:
     async def read_reports(self) -> None:
         """Give the balancer the replicas' own figures, until cancelled."""
         while True:
-            await asyncio.gather(*(self._report(replica) for replica in self.up))
+            up = self.up
+            found = await asyncio.gather(*map(self.figures, up))
+            for replica, figures in zip(up, found, strict=True):
+                if replica.up and figures is not None:
+                    waiting, _, usage = figures
+                    self.balancer.report(replica.index, ReplicaReport(waiting, usage))
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def stop(self) -> None:
@@ -455,13 +460,6 @@ class ReplicaPool:
             raise UnfitError("it broke off when asked for a token") from None
         if status in NOT_SERVED or status >= 500:
             raise UnfitError(f"it answered {status} when asked for a token")
-
-    async def _report(self, replica: LiveReplica) -> None:
-        """Give the balancer a replica's own figures, if there are any."""
-        figures = await self.figures(replica)
-        if replica.up and figures is not None:
-            waiting, _, usage = figures
-            self.balancer.report(replica.index, ReplicaReport(waiting, usage))
 
     async def figures(self, replica: LiveReplica) -> tuple[int, int, float] | None:
         """Return a replica's waiting and running requests and the used share of its KV cache, from

@@ -114,14 +114,6 @@ class RequestTimes:
     last_s: float = math.nan
     max_gap_s: float = 0.0
 
-    def came(self, at_s: float, tokens: int = 1) -> None:
-        """Note tokens that came together, and share the time since the last one."""
-        if math.isnan(self.first_s):
-            self.first_s = at_s
-        else:
-            self.max_gap_s = max(self.max_gap_s, (at_s - self.last_s) / tokens)
-        self.last_s = at_s
-
     def line(
         self, timestamp: float, tokens: tuple[int, int, int], status: str, priority: int = 0
     ) -> TraceLine:
@@ -205,13 +197,19 @@ class Stats:
             sum(self.batch_s[worker] for worker in workers) / predicted_s if predicted_s else None
         )
 
-    def count_tokens(self, tokens: int, times: RequestTimes, now_s: float) -> None:
-        """Count `tokens` that arrived together, before `times` has them."""
+    def count_tokens(self, tokens: int, times: RequestTimes, now_s: float, steps: int = 1) -> None:
+        """Count `tokens` of a request that came together: they share the time since the last one.
+        `steps`: of the engine, in which they were made.
+        """
         self.generation_tokens += tokens
-        if math.isnan(times.last_s):
+        if math.isnan(times.first_s):
+            times.first_s = now_s
             self.latencies["ttft"].observe(now_s - times.arrival_s)
         else:
-            self.latencies["itl"].observe((now_s - times.last_s) / tokens, tokens)
+            gap_s = now_s - times.last_s
+            times.max_gap_s = max(times.max_gap_s, gap_s / steps)
+            self.latencies["itl"].observe(gap_s / tokens, tokens)
+        times.last_s = now_s
 
     def count_end(self, status: str, times: RequestTimes, tokens: int) -> None:
         """Count a request that has ended. Latencies count only if it ended well, and of an answer
@@ -232,12 +230,6 @@ class Stats:
         self.within_targets += not any(
             known.get(key.partition("_")[0], 0.0) > limit for key, limit in self.sla.items()
         )
-
-    def count_start(self, batch: Pass) -> None:
-        """Count a pass that is sent to its worker."""
-        moves = batch.moves
-        self.preemptions += sum(not job.cancelled for job in batch.evict)
-        self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
 
     def count_pass(
         self, batch: Pass, result: PassResult, now_s: float, worker: Worker
