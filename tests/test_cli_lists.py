@@ -12,7 +12,6 @@ from test_cli_main import HEAVY
 from toolkit.cli import arguments
 from toolkit.cli.scenario import Scenario
 from toolkit.cli.simulate import SimulateOptions
-from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
 from toolkit.files.shipped import load_recipe, shipped_names
 from toolkit.sched.catalogue import ABOUT
@@ -82,10 +81,9 @@ def test_completion_of_commands_and_options_imports_nothing_heavy():
     ("complete", "known"),
     [
         (arguments.recipes, shipped_names()),
-        (arguments.fits, shipped_fits()),
+        (arguments.fits, [*shipped_fits(), arguments.UNIT_STEP]),
         (arguments.traces, shipped_traces()),
         (arguments.policy, KNOWN),
-        (arguments.rendered_targets, TARGETS),
     ],
 )
 def test_completion_offers_exactly_the_existing_names(complete, known, tmp_path, monkeypatch):

@@ -123,9 +123,6 @@ def test_bad_input_is_one_line_and_a_hint_with_exit_code_2(capsys, tmp_path, mon
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["generate", "--backlog", "3", "--rate", "5"], "--rate 5 changes nothing"),
-        (["generate", "--backlog", "3", "--duration", "5"], "--duration 5 changes nothing"),
-        (["convert", "chat-small", "--seed", "3"], "--seed 3 changes nothing"),
         (
             ["convert", "chat-small", "--rate", "5", "--draw-rate", "3"],
             "--rate 5 and --draw-rate 3 contradict",

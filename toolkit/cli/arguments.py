@@ -31,7 +31,6 @@ from toolkit.sched.catalogue import ABOUT
 
 UNIT_STEP = "unit-step"
 TRACES = Path(toolkit.__file__).parent / "traces" / "data"  # the shipped ones
-RENDERED = ("local", "systemd", "compose", "kubernetes", "vllm")
 SLA_EXAMPLE = "ttft_p99_s=2"
 CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
 OUTPUTS = (
@@ -59,21 +58,10 @@ def completing(names: Callable[[], Iterable[str]], *patterns: str) -> Callable[[
     return complete
 
 
-def _routers() -> Iterable[str]:
-    from toolkit.routing.routers import ROUTERS
-
-    return ROUTERS
-
-
-recipes = completing(shipped_names, "*.yaml")
-plans = completing(lambda: (), "*.json")
-recipes_and_plans = completing(shipped_names, "*.yaml", "*.json")
-fits = completing(shipped_fits, "*.json")
-fits_and_clock = completing(lambda: [*shipped_fits(), UNIT_STEP], "*.json")
+recipes = completing(shipped_names, "*.yaml", "*.json")
+fits = completing(lambda: [*shipped_fits(), UNIT_STEP], "*.json")
 traces = completing(lambda: (path.stem for path in TRACES.iterdir()), "*.jsonl", "*.csv", "*.gz")
 policy = completing(lambda: ABOUT)
-router = completing(_routers)
-rendered_targets = completing(lambda: RENDERED)
 
 
 def policies(incomplete: str) -> list[str]:
@@ -364,13 +352,6 @@ def refuse_useless(
             if isinstance(value, Path):
                 shown = value.name
             raise InputError(f"{name} {shown} changes nothing: {why}", hint or f"leave {name} out")
-
-
-def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
-    """Parse `key=value` words, of numbers, true, false, or else text. `InputError` without '='."""
-    from toolkit.sched.policies.parameters import from_words
-
-    return from_words(settings or [])
 
 
 def parse_sla(targets: list[str] | None) -> dict[str, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
@@ -16,7 +16,6 @@ from toolkit.cli.arguments import (
     argument,
     command_of,
     names_in,
-    open_recipe,
     option,
 )
 from toolkit.cli.basis import note_basis, note_other_count, note_trace, plain
@@ -25,8 +24,7 @@ from toolkit.cli.scenario import Scenario, computed_fit
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
-from toolkit.files.fit import Fit
-from toolkit.files.io import FIT, check_writable, fit_path, read_file, usable_cpus, write_text
+from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning, changes_in_words
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from toolkit.traces.types import Trace
     from toolkit.tuning.capacity import Capacity
     from toolkit.tuning.deployments import FoundCapacity, Variant
+
+Given = TypeVar("Given")
 
 SIMULATIONS = 16  # of each capacity, about
 MOST_PROCESSES = 4  # a search tries at most five loads at once
@@ -54,7 +54,10 @@ class CapacityOptions(ScenarioOptions):
         autocompletion=arguments.recipes,
     )
     fits: list[str] | None = option(
-        None, f"{FIT_HELP} Repeatable.", "--fit", autocompletion=arguments.fits
+        None,
+        f"{FIT_HELP} For several recipes one each, in their order.",
+        "--fit",
+        autocompletion=arguments.fits,
     )
     bench: list[Path] | None = option(
         None,
@@ -115,7 +118,7 @@ def command(args: CapacityOptions) -> None:
     if args.html:
         check_writable(args.html)
     scenarios = _scenarios(args)
-    prices = _prices(args)
+    prices = _for_each(args, "--price", args.price)
     tuning = read_file(Tuning, args.tuning) if args.tuning else None
     seen = _seen(args, scenarios)
     variants: list[Variant] = []
@@ -213,46 +216,39 @@ def _seen(args: CapacityOptions, recipes: Sequence[object]) -> float:
 def _scenarios(args: CapacityOptions) -> list[Scenario]:
     """Return what each recipe is about.
 
-    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Without
-    --fit, `find_fit` finds it. Raises InputError for a recipe without targets; `Scenario.open` says
-    what else is refused.
+    Without --fit, `find_fit` finds it. Raises InputError for a recipe without targets;
+    `Scenario.open` says what else is refused.
     """
-    given = args.fits or []
     files = [recipe_path(name) for name in args.recipes]
-    by_name = {read_file(Fit, fit_path(fit)).recipe_name: fit for fit in given}
-    if len(given) > len(files):
-        raise InputError(
-            f"--fit: {len(given)} fits for {len(files)} recipes", "give one fit for each recipe"
-        )
     found = []
-    for file in files:
-        name = open_recipe(file).name
-        fit = by_name.get(name) or (given[0] if len(files) == 1 and given else None)
+    for file, fit in zip(files, _for_each(args, "--fit", args.fits), strict=True):
         # the tuning is one of its variants
         scenario = Scenario.open(replace(args, recipe=file, fit=fit, tuning=None))
-        if fit is None and scenario.fit_file == Path(FIT):
-            note(f"{name}: by {FIT} of this folder")
         if not scenario.targets:
             raise InputError(
-                f"recipe '{name}' has no targets, so no rate breaks one",
+                f"recipe '{file.stem}' has no targets, so no rate breaks one",
                 "give some with --sla ttft_p99_s=2, or in the recipe's sla",
             )
         found.append(scenario)
     return found
 
 
-def _prices(args: CapacityOptions) -> list[float | None]:
-    """Return USD an hour of a GPU of each recipe; None: the recipe's own. Raises InputError for
-    prices of more or fewer GPUs.
+def _for_each(
+    args: CapacityOptions, name: str, given: Sequence[Given] | None
+) -> Sequence[Given | None]:
+    """Return what an option gives for each recipe; None: nothing. Raises InputError for a number of
+    values that is neither 1 nor the number of the recipes.
     """
     count = len(args.recipes)
-    prices: Sequence[float | None] = args.price or [None]
-    if len(prices) not in (1, count):
+    values = given or [None]
+    if len(values) == 1:
+        return [*values] * count
+    if len(values) != count:
         raise InputError(
-            f"--price: {len(prices)} prices for {count} recipes",
-            "give one price for all, or one for each recipe in their order",
+            f"{name}: {len(values)} values for {count} recipes",
+            "give one for all, or one for each recipe in their order",
         )
-    return [*prices] if len(prices) == count else [*prices] * count
+    return values
 
 
 def _priced(recipe: Recipe, usd: float | None) -> Recipe:

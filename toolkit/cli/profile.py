@@ -26,7 +26,7 @@ from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, show, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.fit import Fit, LatencyFit
+from toolkit.files.fit import Fit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from toolkit.profiling.run import ProfileWork
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
-LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
-EXPLAINED_PERCENT = 10.0  # above it, a law's median error is named with a remedy
+LARGE_PERCENT = 10.0  # above it, the median error of a law is named with a remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +159,7 @@ def fit(args: FitOptions) -> None:
             "passes overlap, and this profile does not say how they were launched: fitted by their "
             f"ends alone, {found:.0f} % off (held-out median); profile again for their own law"
         )
-    note(*missed_points("prefill", made.prefill))
-    note(*missed_points("decode", made.decode))
-    if made.rounds and made.rounds.overhead.error.median_percent > LARGE_PERCENT:
-        found = made.rounds.overhead.error.median_percent
-        remedy = "profile again on a quieter machine, or with more sequences"
-        note(f"rounds: the held-out median error is {found:.0f} %; {remedy}")
+    note(*far_off(made))
     recipe = recipe_of(made, args.out.parent)
     command = typed("tune", recipe, *fit_option(recipe, args.out))
     note(f"wrote {args.out}", f"next: {command}", OWN_TRAFFIC)
@@ -278,10 +272,14 @@ def show_fit(fit: Fit) -> None:
         print(f"in rounds: rows x longest <= {usable} tokens, {of_capacity}")
 
 
-def missed_points(name: str, law: LatencyFit) -> list[str]:
-    """Return a line on a law that is far off; the fit has the points that it misses most."""
-    off = law.error.median_percent
-    if off <= EXPLAINED_PERCENT:
-        return []
-    remedy = "its worst_points say where; profile on a quieter machine, or with more repeats"
-    return [f"{name}: the held-out median error is {off:.0f} %; {remedy}"]
+def far_off(made: Fit) -> list[str]:
+    """Return a line on each law with a large error; the fit has the points that it misses most."""
+    errors = {"prefill": made.prefill.error, "decode": made.decode.error}
+    if made.rounds:
+        errors["rounds"] = made.rounds.overhead.error
+    remedy = "worst_points of the fit say where; profile on a quieter machine, or with more repeats"
+    return [
+        f"{name}: the held-out median error is {error.median_percent:.0f} %; {remedy}"
+        for name, error in errors.items()
+        if error.median_percent > LARGE_PERCENT
+    ]

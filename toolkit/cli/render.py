@@ -15,7 +15,6 @@ from toolkit.cli.arguments import (
     command_of,
     keep_inputs,
     option,
-    parse_settings,
     refuse_useless,
 )
 from toolkit.cli.basis import analytic_notes, find_bench, note_basis, warn_broken
@@ -41,7 +40,7 @@ class RenderOptions(ScenarioOptions):
     source: Path = argument(
         "A recipe, or a plan with --target.",
         metavar="RECIPE|PLAN.json",
-        autocompletion=arguments.recipes_and_plans,
+        autocompletion=arguments.recipes,
     )
     policy: str | None = option(
         None,
@@ -59,7 +58,6 @@ class RenderOptions(ScenarioOptions):
         None,
         "Write files for local, systemd, compose, kubernetes or vllm; see docs/how-to/deploy.md.",
         metavar="TARGET",
-        autocompletion=arguments.rendered_targets,
     )
     out: Path | None = option(
         None,
@@ -143,11 +141,13 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     Raises InputError for arguments that contradict each other, and without --force for a new plan
     that is predicted to break limits; `Scenario.open` and `make_plan` say what else is refused.
     """
+    from toolkit.sched.policies.parameters import from_words
+
     source = args.source
     settings = None
     if args.policy is not None:
         refuse_useless({"--tuning": args.tuning}, "--policy takes the place of what it recommends")
-        settings = Settings(policy=args.policy, parameters=parse_settings(args.settings))
+        settings = Settings(policy=args.policy, parameters=from_words(args.settings or []))
         refuse_useless({"--policy": args.policy if args.scaling else None}, "--scaling has its own")
     elif args.settings:
         raise InputError("--set needs --policy", "add --policy NAME")

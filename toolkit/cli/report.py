@@ -20,7 +20,7 @@ def command(
         str,
         typer.Argument(
             metavar="RECIPE|PLAN.json",
-            autocompletion=arguments.recipes_and_plans,
+            autocompletion=arguments.recipes,
             help="A recipe or a plan, with its files beside it.",
         ),
     ],

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from toolkit.cli.arguments import parse_settings
 from toolkit.cli.output import note, progress
 from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError
@@ -17,7 +16,7 @@ from toolkit.files.simulation import ComparedRun, Verdict
 from toolkit.metrics import judge
 from toolkit.routing.routers import ROUTERS
 from toolkit.sched.policies import BUILT_IN, refusal
-from toolkit.sched.policies.parameters import Value, parameters
+from toolkit.sched.policies.parameters import Value, from_words, parameters
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Refusal
 from toolkit.sim.api import simulate, usual_policies
@@ -104,7 +103,7 @@ def contenders(
             f"--routers {routers[0]}: policy '{names[0]}' is one scheduler for all workers",
             f"leave it out, or simulate the policy '{next(iter(BUILT_IN))}'",
         )
-    settings = parse_settings(scenario.options.settings)
+    settings = from_words(scenario.options.settings or [])
     found: list[Contender] = []
     for router in routers or [""]:
         others = set(routers) - {router}

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     CONTROL_KEY_VARIABLE,
     ScenarioOptions,
@@ -55,7 +54,6 @@ class ServeOptions(ScenarioOptions):
     plan: Path = argument(
         "The plan to serve, from `llmctl render`.",
         metavar="PLAN.json",
-        autocompletion=arguments.plans,
     )
     ray: str = _plan(
         "",
@@ -73,7 +71,6 @@ class ServeOptions(ScenarioOptions):
     router: str = _replicas(
         "",
         "What chooses a request's replica; default: the plan's, else round-robin.",
-        autocompletion=arguments.router,
     )
     host: str | None = _network(None, "Listen on this address; default: the recipe's.")
     port: int | None = _network(

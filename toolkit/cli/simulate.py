@@ -14,7 +14,6 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
-    FIT_HELP,
     ScenarioOptions,
     command_of,
     names_in,
@@ -29,7 +28,6 @@ from toolkit.interrupts import EXIT_CODE, held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions(ScenarioOptions):
-    fit: str | None = option(None, FIT_HELP, autocompletion=arguments.fits_and_clock)
     policies: str | None = option(
         None,
         "Simulate these policies, separated by commas; 'all' means all policies except the "
@@ -42,7 +40,6 @@ class SimulateOptions(ScenarioOptions):
         "Simulate these routers before replicas of vLLM, separated by commas; 'all' means all. "
         "Default: the tuning's, or the recipe's.",
         metavar="NAME,...",
-        autocompletion=arguments.router,
     )
     rates: list[str] | None = option(
         None,

@@ -212,8 +212,8 @@ class ConvertOptions(ReadOptions):
         "start; repeatable.",
         metavar="HOURS=FACTOR",
     )
-    seed: int | None = option(
-        None,
+    seed: int = option(
+        0,
         "With --draw-rate, --grow and --repeat: draw from this seed; the same seed gives the same "
         "trace.",
         min=0,
@@ -242,20 +242,17 @@ def convert(args: ConvertOptions) -> None:
     if args.rate is not None and args.draw_rate is not None:
         both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
-    if args.draw_rate is None and args.repeat == 1 and not args.grow:
-        why = "without --draw-rate nothing is drawn"
-        refuse_useless({"--seed": args.seed}, why, "add --draw-rate")
     growths = [Growth.parsed(words) for words in args.grow or []]
     loaded, report = _read(args)
     added = None
     if args.draw_rate is not None:
-        loaded = draw_arrivals(loaded, Arrivals(args.draw_rate, 1.0), args.seed or 0)
+        loaded = draw_arrivals(loaded, Arrivals(args.draw_rate, 1.0), args.seed)
     if growths:
         clock_s = report.clock_s if args.draw_rate is None else None
-        loaded, added = grown(loaded, growths, clock_s, args.seed or 0)
+        loaded, added = grown(loaded, growths, clock_s, args.seed)
     if args.rate is not None:
         loaded = scale_rate(loaded, args.rate)
-    loaded = repeated(loaded, args.repeat, args.seed or 0)
+    loaded = repeated(loaded, args.repeat, args.seed)
     loaded = excerpt(loaded, args.start, args.duration)
     _put(loaded, args.out, args.as_json, added)
 
@@ -285,11 +282,9 @@ _shared = partial(option, rich_help_panel="What prompts share")
 @dataclass(frozen=True, slots=True)
 class GenerateOptions(JsonOptions):
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
-    rate: float | None = option(None, "Mean arrival rate, requests/s; default: 20.")
-    duration: float | None = option(None, "Seconds; default: 600.")
-    cv: float | None = option(
-        None, "Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
-    )
+    rate: float = option(20.0, "Mean arrival rate, requests/s.")
+    duration: float = option(600.0, "Seconds.")
+    cv: float = option(1.0, "Coefficient of variation of the gaps; above 1 is bursty; 1: Poisson.")
     prompt: str | None = option(
         None,
         "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS; default: "
@@ -334,17 +329,10 @@ def generate(args: GenerateOptions) -> None:
     prompts, outputs = _lengths(args)
     content = _content(args)
     if args.all_at_once is not None:
-        useless = {"--rate": args.rate, "--duration": args.duration, "--cv": args.cv}
-        refuse_useless(
-            useless, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out"
-        )
         made = backlog(args.all_at_once, prompts, outputs, args.seed, content)
     else:
-        arrivals = Arrivals(
-            20.0 if args.rate is None else args.rate, 1.0 if args.cv is None else args.cv
-        )
-        seconds_long = 600.0 if args.duration is None else args.duration
-        made = synthesize(arrivals, seconds_long, prompts, outputs, args.seed, content)
+        arrivals = Arrivals(args.rate, args.cv)
+        made = synthesize(arrivals, args.duration, prompts, outputs, args.seed, content)
     if args.metrics:
         made = replace(made, notes=(*made.notes, UNKNOWN))
     _put(made, args.out, args.as_json)
