@@ -115,7 +115,7 @@ def main() -> None:
         part = ["--tuning", tuning, "--load", 0.7, "--duration", 90 * scale]
         judged = bench("bench.json", url, plan, *part)
         print("\n== 5/7  the same server at an overload")
-        backlog = ["--recipe", recipe, *basis, "--tuning", tuning, "--rate", 1000]
+        backlog = [recipe, *basis, "--tuning", tuning, "--rate", 1000]
         most_rps = llmctl("simulate", *backlog, ask=True)["throughput_rps"]
         rate_rps = OVERLOAD * most_rps / (judged["replay_slowdown"] or 1.0)
         part = ["--rate", f"{rate_rps:.1f}", "--duration", f"{24 * scale / OVERLOAD:.2f}"]
@@ -129,7 +129,7 @@ def main() -> None:
     shared = out / "shared.jsonl"
     made = ["--rate", 10, "--duration", 60, "--system-tokens", 1000, "--templates", 20]
     llmctl("trace", "generate", "--out", shared, *made)
-    words = ["simulate", "--trace", shared, "--fit", "llama-3.1-8b-h200", "--policies", "vllm"]
+    words = ["simulate", "llama-3.1-8b-h200", "--trace", shared, "--policies", "vllm"]
     cached = llmctl(*words, ask=True)
     whole = llmctl(*words, "--set", "prefix_caching=false", ask=True)
     llmctl("report", plan, "--out", out / "report.html")

@@ -112,6 +112,15 @@ def vllm_fit() -> Fit:
     return made.model_copy(update={"engine": made.engine.model_copy(update=here)})
 
 
+def write_recipe(at: Path, fitted: Fit, **changes: Any) -> None:
+    """A recipe without targets, and fit.json beside it with these laws."""
+    given = {"sla": {}, "workers": fitted.workers, "serve": {"max_new_tokens": 256}} | changes
+    made = recipe(**given)
+    write_file(made, at)  # JSON is YAML
+    about = {"recipe_name": made.name, **head({"recipe": at})}
+    write_file(fitted.model_copy(update=about), at.with_name("fit.json"))
+
+
 def write_fit(recipe: Path) -> None:
     """profile.json without points and, made from it, fit.json, beside the recipe."""
     profile = recipe.with_name("profile.json")

@@ -19,7 +19,7 @@ def capacity(capsys) -> Callable[[str], list[dict]]:
 
 
 def simulated(capsys: pytest.CaptureFixture[str], rate: float) -> str:
-    return printed(capsys, f"simulate --fit {RECIPE} --rate {rate:.9g} {TRACE}")["verdict"]
+    return printed(capsys, f"simulate {RECIPE} --rate {rate:.9g} {TRACE}")["verdict"]
 
 
 def test_simulate_keeps_the_targets_below_the_capacity_and_not_above(capacity, capsys):

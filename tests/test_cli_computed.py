@@ -76,7 +76,7 @@ def test_every_command_warns_where_no_server_like_the_recipe_s_was_compared(
     for words in (
         "profile recipe.yaml --analytic",
         "fit profile.json",
-        "simulate --fit fit.json --recipe recipe.yaml --trace chat-small",
+        "simulate recipe.yaml --fit fit.json --trace chat-small",
         "capacity recipe.yaml --trace chat-small --fit fit.json --sla ttft_p99_s=1",
         "render recipe.yaml --fit fit.json",
         "report recipe.yaml",

@@ -60,7 +60,7 @@ def test_a_file_about_another_recipe_is_not_used(folder, capsys):
     [
         ("recipe new llama-3.1-8b --gpu H200", "llmctl tune recipe.yaml"),
         (
-            "simulate --recipe mine.yaml --trace chat-small",
+            "simulate mine.yaml --trace chat-small",
             "llmctl tune mine.yaml --trace chat-small",
         ),
         ("render mine.yaml --tuning tuning.json", "llmctl serve plan.json"),

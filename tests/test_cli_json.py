@@ -46,7 +46,7 @@ WORDS = "--trace bursty-small --sla ttft_p99_s=2"
 
 @pytest.mark.parametrize("policy", ["slice", "past-future", "mlfq"])
 def test_every_metric_that_is_printed_is_documented(policy, capsys):
-    shown = printed(capsys, f"simulate --fit tiny-llama-cpu --policies {policy} {WORDS}")
+    shown = printed(capsys, f"simulate tiny-llama-cpu --policies {policy} {WORDS}")
     found = Simulation.model_validate(shown)
     assert found.model_dump(mode="json") == shown
     assert found.policy == policy
@@ -59,10 +59,10 @@ def test_every_metric_that_is_printed_is_documented(policy, capsys):
 
 def test_every_documented_metric_is_printed(capsys, tmp_path):
     """Those of the prefix cache by vLLM's scheduler, for a trace that says what prompts share."""
-    names = printed(capsys, f"simulate --fit unit-step --policies past-future {WORDS}")
+    names = printed(capsys, f"simulate unit-step --policies past-future {WORDS}")
     shared = tmp_path / "shared.jsonl"
     assert llmctl("trace generate --backlog 20 --system-tokens 64 --out", shared) == 0
-    words = "--fit llama-3.1-8b-h200-measured --policies vllm"
+    words = "llama-3.1-8b-h200-measured --policies vllm"
     names |= printed(capsys, f"simulate {words} --trace", shared)
     sessions = tmp_path / "sessions.jsonl"
     write_trace(conversations([0.5 * k for k in range(20)], turns=2, think_s=1.0), sessions)
@@ -75,7 +75,7 @@ def test_every_documented_metric_is_printed(capsys, tmp_path):
 
 
 def test_several_runs_print_their_model(capsys):
-    words = "--fit tiny-llama-cpu --policies slice,past-future-oracle"
+    words = "tiny-llama-cpu --policies slice,past-future-oracle"
     shown = printed(capsys, f"simulate {words} {WORDS}")
     found = Comparison.model_validate(shown)
     assert found.model_dump(mode="json") == shown

@@ -81,7 +81,7 @@ def test_completion_of_commands_and_options_imports_nothing_heavy():
     ("complete", "known"),
     [
         (arguments.recipes, shipped_names()),
-        (arguments.fits, [*shipped_fits(), arguments.UNIT_STEP]),
+        (arguments.fits, shipped_fits()),
         (arguments.traces, shipped_traces()),
         (arguments.policy, KNOWN),
     ],
@@ -92,6 +92,6 @@ def test_completion_offers_exactly_the_existing_names(complete, known, tmp_path,
     assert complete("no-such") == []
 
 
-def test_completion_offers_the_clock_of_steps_to_simulations():
-    assert Scenario.open(SimulateOptions(fit=arguments.UNIT_STEP)).fit is None
+def test_the_clock_of_steps_is_the_simulator_s():
+    assert Scenario.open(SimulateOptions(recipe=Path(arguments.UNIT_STEP))).fit is None
     assert arguments.UNIT_STEP == UNIT_STEP

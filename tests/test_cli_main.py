@@ -188,7 +188,7 @@ run({words})
     [
         "tune --help",
         "trace inspect chat-small",
-        "simulate --fit unit-step --trace bursty-small --policies fcfs,conservative",
+        "simulate unit-step --trace bursty-small --policies fcfs,conservative",
     ],
 )
 def test_every_text_is_printed_where_stdout_is_no_utf_8(words, monkeypatch):

@@ -21,11 +21,14 @@ from toolkit.errors import InputError
 REPORT = "report plan.json --out page.html"
 READS = {  # a file, and the commands that read it
     "recipe.json": [
-        "simulate --recipe recipe.json --fit fit.json --trace trace.jsonl",
+        "simulate recipe.json --fit fit.json --trace trace.jsonl",
         "render recipe.json --fit fit.json --out planned.json",
     ],
     "profile.json": ["fit profile.json --out fitted.json"],
-    "fit.json": ["simulate --fit fit.json --trace trace.jsonl --policies slice", REPORT],
+    "fit.json": [
+        "simulate recipe.json --fit fit.json --trace trace.jsonl --policies slice",
+        REPORT,
+    ],
     "tuning.json": [
         "render recipe.json --fit fit.json --tuning tuning.json --out planned.json",
         REPORT,
@@ -145,5 +148,5 @@ def test_a_profile_of_an_impossible_time_is_refused_by_name(
 
 
 def test_a_long_value_does_not_fill_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("simulate --fit unit-step --trace chat-small --policies", "x" * 50_000)
+    words = ("simulate unit-step --trace chat-small --policies", "x" * 50_000)
     assert all(len(line) < 1100 for line in refused(capsys, *words))

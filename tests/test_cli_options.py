@@ -28,7 +28,6 @@ OTHER_MEANINGS = {
         "trace convert": "is written to a file",
         "trace generate": "is drawn",
     },
-    "--recipe": {"fit": "of a server with a log"},
     "--routers": {
         "tune": "are searched",
         "simulate": "are simulated, in place of the recipe's",

@@ -18,7 +18,7 @@ from toolkit.sched.policies.parameters import parameters
 from toolkit.traces.read import read_trace
 from toolkit.traces.windows import prepare, scale_rate
 
-ONE = "--fit one.fit.json --trace trace.jsonl"
+ONE = "one.yaml --fit one.fit.json --trace trace.jsonl"
 TARGETS = {"ttft_p99_s": 0.5, "mtpot_p99_s": 0.2}
 BY_LAW = {"name": "by-law", "parameters": {"late": 7.0}}
 VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
@@ -72,7 +72,7 @@ def test_workers_of_an_engine_are_simulated_as_tune_judges_them(folder, capsys):
     samples.write_fit(Path("own.yaml"))
     Path("fit.json").rename("own.fit.json")
     wanted = judged("own.yaml", 20.0)
-    found = printed(capsys, "simulate --fit own.fit.json --trace trace.jsonl --rate 20")
+    found = printed(capsys, "simulate own.yaml --fit own.fit.json --trace trace.jsonl --rate 20")
     assert {key: found[key] for key in wanted} == wanted
     assert (found["policy"], found["parameters"]["slice_tokens"], found["seed"]) == ("slice", 24, 9)
 
@@ -124,10 +124,3 @@ def test_one_line_says_what_is_the_recipe_s(replicas, capsys):
     [line] = said("--policies fcfs --seed 1")
     assert all(word not in line for word in ("policy", "router"))
     assert "seed 1" in line
-
-
-def test_without_a_recipe_the_engine_s_own_policy_runs(replicas, capsys):
-    Path("one.yaml").unlink()
-    found = printed(capsys, f"simulate {ONE} --max-new-tokens 64")
-    assert (found["policy"], found["sla"]) == ("vllm", {})
-    assert not {"goodput_rps", "sla_attainment_percent"} & found.keys()

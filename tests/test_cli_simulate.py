@@ -10,7 +10,7 @@ from commands import printed, ran, refused
 from said import says
 
 from toolkit.cli import runs
-from toolkit.files.io import write_file
+from toolkit.files.shipped import load_recipe
 from toolkit.routing.routers import ROUTERS
 from toolkit.sched.policies import ORACLES, POLICIES, footnote
 from toolkit.sim.api import simulate
@@ -22,14 +22,15 @@ from toolkit.traces.write import write_trace
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch) -> str:
-    """The words that name a small trace, and a fit for it."""
+    """The words that name a recipe, which has a fit, and a small trace."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 100, 80) for _ in range(2)]
     trace = Trace(np.cumsum(rng.exponential(0.05, 80)), *lengths, np.zeros(80, np.int64))
     write_trace(trace, Path("trace.jsonl"))
-    write_file(samples.fit(), Path("fit.json"))
-    return "--trace trace.jsonl --fit fit.json --max-new-tokens 256"
+    policy = {"name": "slice", "parameters": {}}
+    samples.write_recipe(Path("recipe.yaml"), samples.fit(), policy=policy)
+    return "recipe.yaml --trace trace.jsonl"
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_a_run_is_what_simulate_gives(stage, capsys):
     trace = read_trace(Path("trace.jsonl"))[0]
     for name, run in found.items():
         policy = policy_for(fit, name, {"reserve": 0.2} if name == "past-future" else {})
-        result = simulate(trace, policy, make_world(fit, {}))
+        result = simulate(trace, policy, make_world(fit, {}, recipe=load_recipe("recipe.yaml")))
         assert run["metrics"] == result.metrics({"ttft_p99_s": 1.0})
 
 
@@ -112,7 +113,9 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
 
 
 def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
-    write_file(samples.fit(engine="transformers"), Path("fit.json"))
+    policy = {"name": "slice", "parameters": {}}
+    fit = samples.fit(engine="transformers")
+    samples.write_recipe(Path("recipe.yaml"), fit, policy=policy)
     out = ran(capsys, f"simulate {stage} --policies slice,past-future,baton").out
     assert "past-future *" in out
     assert "baton *" in out
@@ -127,7 +130,7 @@ def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     assert says(runs["past-future"]["refusal"], "'past-future'", "'transformers'")
 
 
-REPLICAS = "--fit llama-3.1-8b-h200 --trace bursty-small --workers 3"
+REPLICAS = "llama-3.1-8b-h200 --trace bursty-small --workers 3"
 
 
 @pytest.mark.slow

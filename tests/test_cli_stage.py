@@ -14,8 +14,8 @@ from toolkit.files.io import fit_path, read_file
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning
 
-SIMULATE = "simulate --policies slice --trace trace.jsonl"
-SEVERAL = "simulate --policies slice,sequence --trace trace.jsonl"
+SIMULATE = "simulate recipe.yaml --policies slice --trace trace.jsonl"
+SEVERAL = "simulate recipe.yaml --policies slice,sequence --trace trace.jsonl"
 
 
 @pytest.fixture
@@ -54,47 +54,23 @@ def test_the_first_line_says_how_lengths_were_scaled(folder, command, capsys):
     assert sum("divided" in line for line in lines) == 1
 
 
-def test_the_recipe_is_found_beside_the_fit_here_and_by_option(folder, monkeypatch, capsys):
-    own = scaling(capsys, SIMULATE)
-    (folder / "elsewhere").mkdir()
-    Path("fit.json").rename("elsewhere/fit.json")
-    assert scaling(capsys, SIMULATE, "--fit", "elsewhere/fit.json") == own, (
-        "the recipe is in the working folder"
-    )
-    Path("recipe.yaml").rename("elsewhere/recipe.yaml")
-    assert scaling(capsys, SIMULATE, "--fit", "elsewhere/fit.json") == own, "it is beside the fit"
-    Path("elsewhere/recipe.yaml").rename("elsewhere/mine.yaml")
-    words = ["--fit", "elsewhere/fit.json"]
-    assert scaling(capsys, SIMULATE, *words, "--recipe", "elsewhere/mine.yaml") == own
-    text = Path("elsewhere/mine.yaml").read_text()
-    Path("elsewhere/mine.yaml").write_text(
-        text.replace("max_new_tokens: 128", "max_new_tokens: 100")
-    )
-    changed = scaling(capsys, SIMULATE, *words, "--recipe", "elsewhere/mine.yaml")
-    assert changed["max_new_tokens"] == 100, "the recipe counts as it is now, as in `tune`"
-
-
-@pytest.mark.parametrize("command", [SIMULATE, SEVERAL])
-def test_without_its_recipe_a_limit_is_required(folder, command, capsys):
-    Path("recipe.yaml").unlink()
-    error, hint = refused(capsys, command)
-    assert says(error, "fit.json", "'test'")
-    assert says(hint, "--recipe", "--max-new-tokens")
-    assert scaling(capsys, command, "--max-new-tokens", "200")["max_new_tokens"] == 200
+def test_the_recipe_counts_as_it_is_now_as_in_tune(folder, capsys):
+    text = Path("recipe.yaml").read_text()
+    Path("recipe.yaml").write_text(text.replace("max_new_tokens: 128", "max_new_tokens: 100"))
+    assert scaling(capsys, SIMULATE)["max_new_tokens"] == 100
+    assert scaling(capsys, SIMULATE, "--max-new-tokens", "90")["max_new_tokens"] == 90
 
 
 def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(folder, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("max_model_len: 512", "max_model_len: 256"))
-    assert says(refused(capsys, SIMULATE)[0], "fit.json", "'test'", "serve.max_new_tokens")
-    said = refused(capsys, f"{SIMULATE} --recipe recipe.yaml")
-    assert says(said[0], "fit.json", "'model'", "recipe.yaml")
+    assert says(refused(capsys, SIMULATE)[0], "fit.json", "'model'", "recipe.yaml")
 
 
 NO_FIT = "llama-3.1-8b-l40s"  # a shipped recipe of vLLM
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [f"--fit {NO_FIT}", "--recipe ours.yaml"])
+@pytest.mark.parametrize("words", [NO_FIT, "ours.yaml"])
 def test_laws_are_computed_where_a_recipe_has_no_fit(words, tmp_path, monkeypatch, capsys):
     """As in `tune` and `capacity`; also beside a fit of another recipe."""
     monkeypatch.chdir(tmp_path)

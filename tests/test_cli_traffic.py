@@ -16,7 +16,7 @@ from toolkit.files.io import write_file
 from toolkit.traces.generate import Arrivals, Lengths, generate
 from toolkit.traces.write import write_trace
 
-FIT = "--fit tiny-llama-cpu"
+FIT = "tiny-llama-cpu"
 CLOCK_TICK_S = 0.002  # a timer may come that much early
 
 

@@ -261,7 +261,7 @@ def test_a_fixed_concurrency_is_tuned_and_simulated_alike(files, capsys):
     assert made.concurrency == 8
     assert made.capacity is None
     assert "behind_percent" not in {limit.name for limit in made.limits}
-    words = "--fit fit.json --trace trace.jsonl --tuning tuning.json"
+    words = "recipe.yaml --fit fit.json --trace trace.jsonl --tuning tuning.json"
     found = printed(capsys, f"simulate {words}")
     assert found["concurrency"] == 8
     for name in ("throughput_rps", "e2e_mean_s"):

@@ -20,7 +20,7 @@ from toolkit.traces.write import write_trace
 pytestmark = pytest.mark.slow  # each fixture is a search
 
 TOKENS = "max_num_batched_tokens"
-SERVERS = "--fit few.fit.json --tuning tuning.json --trace trace.jsonl"
+SERVERS = "few.yaml --fit few.fit.json --tuning tuning.json --trace trace.jsonl"
 SHOWN = ("goodput_rps", "throughput_rps", "ttft_p95_s", "mtpot_p95_s", "e2e_mean_s")
 TUNE = {
     "trials": 12,
@@ -82,9 +82,9 @@ def test_options_replace_what_was_tuned(tuned, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--fit unit-step", "--tuning tuning.json"),
-        ("--fit few.fit.json --tuning few.fit.json", "few.fit.json"),
-        ("--fit few.fit.json --policies slice", "policy 'vllm'"),
+        ("unit-step", "--tuning tuning.json"),
+        ("few.yaml --fit few.fit.json --tuning few.fit.json", "few.fit.json"),
+        ("few.yaml --fit few.fit.json --policies slice", "policy 'vllm'"),
     ],
 )
 def test_a_tuning_that_does_not_belong_is_refused(tuned, words, said, capsys):
@@ -97,7 +97,7 @@ def test_a_recipe_is_simulated_as_it_was_tuned(folder, capsys):  # noqa: F811
     words = "--jobs 1 --seed 4 --trials 9"
     assert llmctl(f"tune recipe.yaml --trace trace.jsonl {words}") in (0, 5)
     made = read_file(Tuning, "tuning.json")
-    words = "--tuning tuning.json --trace trace.jsonl"
+    words = "recipe.yaml --tuning tuning.json --trace trace.jsonl"
     found = simulated(capsys, words)
     best = made.recommended.settings
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)

@@ -40,7 +40,7 @@ def stage(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     "line",
     [
-        "simulate --fit unit-step",
+        "simulate unit-step",
         "tune recipe.yaml",
         "serve plan.json",
     ],
@@ -94,19 +94,11 @@ def test_the_shipped_fit_is_offered_instead_of_another_recipes(capsys):
     assert hint.endswith(f"--fit {one}")
 
 
-def test_without_a_fit_those_that_ship_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    error, hint = refused(capsys, "simulate")
-    assert says(error, "fit.json")
-    assert says(hint, "llmctl fit PROFILE", "--fit")
-    assert [name for name in shipped_fits() if name not in hint] == []
-
-
 @pytest.mark.parametrize(
     ("policy", "setting"),
     [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")],
 )
 def test_an_enormous_whole_number_is_refused(policy, setting, capsys):
-    line = f"simulate --fit unit-step --trace bursty-small --policies {policy}"
+    line = f"simulate unit-step --trace bursty-small --policies {policy}"
     said = refused(capsys, line, "--set", f"{setting}={10**21}")
     assert says(said[0], setting, str(10**21), "9.0072e+15")

@@ -17,7 +17,7 @@ from toolkit.errors import EngineError
 ABSENT = ("torch", "transformers", "tokenizers", "safetensors", "deepspeed")
 FIT = "llama-3.1-8b-h200"
 SMALL = ("--trials", 1, "--jobs", 1, "--policies", "own", "--concurrency", 4)
-SIMULATE = ("simulate", "--fit", FIT, "--trace", "t.jsonl", "--policies", "past-future", "--json")
+SIMULATE = ("simulate", FIT, "--trace", "t.jsonl", "--policies", "past-future", "--json")
 RENDER = ("render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu", "--target", "compose")
 ENGINES_COMMAND = "pip install 'llmctl-toolkit[engines]'"
 

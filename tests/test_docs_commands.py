@@ -293,7 +293,7 @@ def compile_kernels(site: Path) -> None:
     trace = site.parent / "few.jsonl"
     rows = [{"timestamp": k, "input_length": 9 + k, "output_length": 5 + k} for k in range(40)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["simulate", "--fit", GPU_RECIPE, "--policies", "all", "--trace", trace]
+    words = ["simulate", GPU_RECIPE, "--policies", "all", "--trace", trace]
     subprocess.run(
         [sys.executable, "-P", "-m", "toolkit", *words],
         env=os.environ | {"PYTHONPATH": str(site)},

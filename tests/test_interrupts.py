@@ -26,7 +26,7 @@ from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
 CLOCK = interrupts._end_late
-VLLM = "--policies vllm --fit llama-3.1-8b-h200"
+VLLM = "llama-3.1-8b-h200 --policies vllm"
 ROOT = Path(interrupts.__file__).parent.parent
 
 
@@ -163,7 +163,7 @@ def test_a_simulation_ends_between_two_events():
 @pytest.mark.parametrize(
     "words",
     [
-        f"--policies fcfs --fit {UNIT_STEP}",
+        f"{UNIT_STEP} --policies fcfs",
         VLLM,
         f"{VLLM} --workers 2 --set replica_router=sglang",
     ],
@@ -179,7 +179,7 @@ def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, ca
     real = api.requests_of
     looked = list[int]()
     monkeypatch.setattr(api, "requests_of", requests_of)
-    assert llmctl(f"simulate --trace bursty-small {words}") == 0
+    assert llmctl(f"simulate {words} --trace bursty-small") == 0
     assert len(looked) > 3  # one is after `requests_of`, one at the end
     capsys.readouterr()
 
@@ -279,7 +279,7 @@ def test_what_writes_reaches_its_end(ended, monkeypatch, inside):
 
 @pytest.mark.slow
 def test_a_process_ends_with_130_and_one_line():
-    words = "--fit tiny-llama-cpu --trace chat-small --policies slice --set slice_tokens=1"
+    words = "tiny-llama-cpu --trace chat-small --policies slice --set slice_tokens=1"
     line = [sys.executable, "-m", "toolkit", "simulate", *words.split()]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         process.stderr.readline()  # the trace is read, and the simulation follows

@@ -74,7 +74,7 @@ def test_an_analytic_profile_can_be_fitted_and_stays_marked(
     for words in (
         ["profile", source, "--analytic", "--out", profile],
         ["fit", profile, "--out", fit],
-        ["simulate", "--fit", fit, *traffic],
+        ["simulate", source, "--fit", fit, *traffic],
     ):
         assert llmctl(*words) == 0
         assert "analytic, nothing" in capsys.readouterr().err, words[0]

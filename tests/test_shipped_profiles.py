@@ -91,7 +91,7 @@ def test_shipped_traces_have_windows_at_any_rate(name: str, trace: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_simulate_has_what_tune_has(name: str) -> None:
     recipe = load_recipe(recipe_path(name))
-    scenario = Scenario.open(SimulateOptions(trace="bursty-small", fit=name))
+    scenario = Scenario.open(SimulateOptions(recipe=recipe_path(name), trace="bursty-small"))
     trace = scenario.fitted_trace()
     tuned = prepare(read_trace(trace_path("bursty-small"))[0], recipe)
     assert list(trace.rows()) == list(tuned.rows())
@@ -131,7 +131,7 @@ def test_without_a_fit_here_the_shipped_one_is_taken(
 def test_commands_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert llmctl("render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu") == 0
-    words = "--fit tiny-llama-cpu --trace chat-small --policies slice"
+    words = "tiny-llama-cpu --trace chat-small --policies slice"
     assert llmctl("simulate", *words.split()) == 0
     assert (tmp_path / "plan.json").exists()
 

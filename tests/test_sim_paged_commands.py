@@ -9,9 +9,9 @@ import samples
 from commands import llmctl
 from lean import without_capacity
 from said import says
+from test_cli_wrong_input import MODEL
 
 from toolkit.errors import InputError
-from toolkit.files.io import write_file
 from toolkit.sched.policies import make_any, make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import declared
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -36,8 +36,11 @@ def trace(n: int = 2000) -> Trace:
 
 @pytest.fixture
 def paged(tmp_path: Path, short_chat: None) -> Path:
-    write_file(samples.paged_fit(), tmp_path / "fit.json")
-    return tmp_path / "fit.json"
+    policy = {"name": "vllm", "parameters": {}}
+    engine = {"name": "vllm"}
+    at = tmp_path / "paged.yaml"
+    samples.write_recipe(at, samples.paged_fit(), engine=engine, policy=policy, model=MODEL)
+    return at
 
 
 @pytest.mark.slow
@@ -45,7 +48,8 @@ def test_simulate_has_its_flags_as_parameters(
     paged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        f"simulate --trace chat-small --fit {paged} --max-new-tokens 256 --policies vllm --rate 40"
+        f"simulate {paged} --fit {paged.parent}/fit.json --trace chat-small --policies vllm "
+        "--rate 40"
     )
     assert llmctl(*words.split(), "--set", "max_num_seqs=4", "--json") == 0
     few = json.loads(capsys.readouterr().out)
@@ -59,11 +63,12 @@ def test_simulate_has_its_flags_as_parameters(
 def test_all_policies_have_it_on_its_own_engine_s_fit_only(
     paged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_file(samples.fit(), tmp_path / "other.json")
+    other = tmp_path / "other" / "other.yaml"
+    samples.write_recipe(other, samples.fit())
     found = []
-    for fit, names in ((paged, "vllm,fcfs"), (tmp_path / "other.json", "all")):
-        words = f"--trace chat-small --fit {fit} --max-new-tokens 256 --policies {names} --json"
-        assert llmctl(f"simulate {words}") == 0
+    for at, names in ((paged, "vllm,fcfs"), (other, "all")):
+        words = f"--trace chat-small --fit {at.parent}/fit.json --policies {names} --json"
+        assert llmctl(f"simulate {at} {words}") == 0
         found.append({run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]})
     assert found[0] == {"vllm", "fcfs"}
     assert "vllm" not in found[1]
@@ -72,9 +77,8 @@ def test_all_policies_have_it_on_its_own_engine_s_fit_only(
 def test_a_fit_of_another_engine_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_file(samples.fit(), tmp_path / "fit.json")
-    fit = tmp_path / "fit.json"
-    words = f"simulate --trace chat-small --fit {fit} --max-new-tokens 256 --policies vllm"
+    samples.write_recipe(tmp_path / "recipe.yaml", samples.fit())
+    words = f"simulate {tmp_path}/recipe.yaml --fit {tmp_path}/fit.json --policies vllm"
     assert llmctl(*words.split()) == 2
     assert says(capsys.readouterr().err, "'vllm'")
 

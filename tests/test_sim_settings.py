@@ -110,7 +110,7 @@ def test_simulate_alone_gives_a_row_of_table_1(
     assert llmctl(*generate.split()) == 0
     capsys.readouterr()
     setting = "--set capacity_tokens=120000 --policies past-future --set reserve=0.1"
-    words = f"simulate --trace {trace} --fit unit-step {setting} --json"
+    words = f"simulate unit-step --trace {trace} {setting} --json"
     assert llmctl(*words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     in_python = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 4096), seed=0)
@@ -156,9 +156,12 @@ def test_a_capacity_below_the_longest_prompt_is_one_line(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     write_trace(trace_of([500, 20], [10, 10]), trace)
-    for fit, capacity, longest in ((fit_file, 100, 256), ("unit-step", 400, 500)):
-        words = f"--set capacity_tokens={capacity} --max-new-tokens 256 --fit {fit}"
-        assert llmctl("simulate", "--trace", trace, *words.split()) == 2
+    recipe = tmp_path / "recipe.yaml"
+    samples.write_recipe(recipe, samples.fit())
+    own = (recipe, "--fit", tmp_path / "fit.json")
+    for words, capacity, longest in ((own, 100, 256), (("unit-step",), 400, 500)):
+        setting = f"capacity_tokens={capacity}"
+        assert llmctl("simulate", *map(str, words), "--trace", trace, "--set", setting) == 2
         *_, line, hint = capsys.readouterr().err.splitlines()
         assert says(line, "capacity_tokens", f"{capacity}", f"{longest}")
         assert hint.startswith("hint: ")

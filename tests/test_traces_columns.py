@@ -257,6 +257,6 @@ def test_inspect_says_what_was_taken_as_what(capsys, tmp_path):
 def test_other_commands_read_the_same_logs(capsys, tmp_path):
     packed = tmp_path / "log.jsonl.gz"
     packed.write_bytes(gzip.compress(OPENAI.encode()))
-    words = ["--fit", "unit-step", "--policies", "fcfs", "--trace", packed, "--json"]
+    words = ["unit-step", "--policies", "fcfs", "--trace", packed, "--json"]
     code, out, _ = llmctl(capsys, "simulate", *words)
     assert code == 0, out

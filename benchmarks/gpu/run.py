@@ -121,7 +121,7 @@ def live(work: Work, given: argparse.Namespace) -> None:
 
 def overloaded(work: Work, fit: str, contenders: Settings, given: argparse.Namespace) -> None:
     """The same requests under each policy, at an overload of the first one."""
-    words = ["--recipe", str(work.recipe), "--fit", fit, "--trace", TRACE]
+    words = [str(work.recipe), "--fit", fit, "--trace", TRACE]
     first, settings = next(iter(contenders.items()))
     words += ["--policies", first, *settings, "--rate", "1000", "--json"]
     most_rps = json.loads(work.llmctl("simulate", *words))["throughput_rps"]

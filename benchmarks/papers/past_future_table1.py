@@ -10,7 +10,7 @@ a command. The first trace and row of D3:
 
     llmctl trace generate --out D3.jsonl --backlog 3000 --prompt uniform:2048:4096 \\
         --output uniform:32:4096 --seed 0
-    llmctl simulate --trace D3.jsonl --fit unit-step --set capacity_tokens=120000 \\
+    llmctl simulate unit-step --trace D3.jsonl --set capacity_tokens=120000 \\
         --policies past-future-oracle --seed 0
 
 3,000 requests wait from the start; their lengths are uniform between the bounds below.

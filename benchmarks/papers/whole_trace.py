@@ -99,8 +99,7 @@ def tuned(recipe: str, trace: str, rate: float, seed: int, trials: int) -> tuple
 
 def simulated(recipe: str, trace: str, rate: float, *words: str) -> str:
     """What `simulate` finds at this rate: kept, broken or overloaded."""
-    name, _, fit = recipe.partition("=")
-    given = ["--fit", fit or name, "--trace", trace, "--rate", f"{rate:.9g}"]
+    given = [*_recipe(recipe), "--trace", trace, "--rate", f"{rate:.9g}"]
     return str(json.loads(llmctl("simulate", *given, *words, "--json").stdout)["verdict"])
 
 

@@ -5,7 +5,7 @@ would type, which call the same functions:
 
     llmctl recipe new MODEL --gpu GPU --tensor-parallel-size N > recipe.yaml
     llmctl profile recipe.yaml --analytic; llmctl fit profile.json
-    llmctl simulate --fit fit.json --recipe recipe.yaml --trace FILE --concurrency N --json
+    llmctl simulate recipe.yaml --fit fit.json --trace FILE --concurrency N --json
 
 No law, no constant and no simulation is here. A row says its model, GPU, precision, parallelism,
 lengths and concurrency; the flags of its protocol are in `benchmarks.public.servers`.
@@ -192,7 +192,7 @@ class Question:
             llmctl("profile", "recipe.yaml", "--analytic", folder=folder)
             llmctl("fit", "profile.json", folder=folder)
             write_trace(trace_of(self.row, self._protocol), folder / "trace.jsonl")
-            words = ["--fit", "fit.json", "--recipe", "recipe.yaml", "--trace", "trace.jsonl"]
+            words = ["recipe.yaml", "--fit", "fit.json", "--trace", "trace.jsonl"]
             words += ["--concurrency", str(self.row.concurrency), "--json"]
             return self._times(json.loads(llmctl("simulate", *words, folder=folder)))
 

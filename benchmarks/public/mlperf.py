@@ -2,7 +2,7 @@
 
     llmctl recipe new MODEL --gpu GPU --gpus N --tensor-parallel-size N > recipe.yaml
     llmctl profile recipe.yaml --analytic; llmctl fit profile.json
-    llmctl simulate --fit fit.json --recipe recipe.yaml --trace FILE
+    llmctl simulate recipe.yaml --fit fit.json --trace FILE
 
     python -m benchmarks.public.mlperf --data RESULTS --lengths DASHBOARD --entry COMMIT \\
         --page docs/results/scoreboard.md --json docs/results/data/mlperf-COMMIT.json
@@ -236,7 +236,7 @@ def ask(run: Run, prompts: NDArray[np.int64], varied: str = AS_STATED) -> Answer
             llmctl("profile", "recipe.yaml", "--analytic", folder=folder)
             llmctl("fit", "profile.json", folder=folder)
             write_trace(trace_of(run, prompts, varied), folder / "trace.jsonl")
-            words = ["--fit", "fit.json", "--recipe", "recipe.yaml", "--trace", "trace.jsonl"]
+            words = ["recipe.yaml", "--fit", "fit.json", "--trace", "trace.jsonl"]
             found = json.loads(llmctl("simulate", *words, "--json", folder=folder))
         except subprocess.CalledProcessError as error:
             [said, *_] = error.stderr.splitlines()

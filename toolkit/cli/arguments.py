@@ -59,7 +59,7 @@ def completing(names: Callable[[], Iterable[str]], *patterns: str) -> Callable[[
 
 
 recipes = completing(shipped_names, "*.yaml", "*.json")
-fits = completing(lambda: [*shipped_fits(), UNIT_STEP], "*.json")
+fits = completing(shipped_fits, "*.json")
 traces = completing(lambda: (path.stem for path in TRACES.iterdir()), "*.jsonl", "*.csv", "*.gz")
 policy = completing(lambda: ABOUT)
 
@@ -209,12 +209,7 @@ class ScenarioOptions(JsonOptions):
     it names to `command_of`.
     """
 
-    recipe: Path | None = option(
-        None,
-        "The recipe of the fit: lengths, policy, targets, workers, router and seed, which options "
-        "replace; default: the one beside the fit, in the current folder, or shipped.",
-        **RECIPE,
-    )
+    recipe: Path | None = None  # an argument, in the commands that have it
     fit: str | None = option(None, FIT_HELP, autocompletion=fits)
     plan: Path | None = option(
         None, "The server's plan: lengths are scaled to its model, metrics predicted from it."

@@ -240,15 +240,14 @@ def _for_each(
     values that is neither 1 nor the number of the recipes.
     """
     count = len(args.recipes)
-    values = given or [None]
-    if len(values) == 1:
-        return [*values] * count
-    if len(values) != count:
+    if not given:
+        return [None] * count
+    if len(given) not in (1, count):
         raise InputError(
-            f"{name}: {len(values)} values for {count} recipes",
+            f"{name}: {len(given)} values for {count} recipes",
             "give one for all, or one for each recipe in their order",
         )
-    return values
+    return given if len(given) == count else [*given] * count
 
 
 def _priced(recipe: Recipe, usd: float | None) -> Recipe:

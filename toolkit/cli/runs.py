@@ -60,14 +60,9 @@ def engine_of(scenario: Scenario) -> str:
 
 
 def own_policy(scenario: Scenario) -> str:
-    """Return the policy of the tuning or the recipe; without either, the policy that is built into
-    the fit's engine, or else the default of recipes.
-    """
+    """Return the policy of the tuning or the recipe; in the token-step world, the default."""
     own = scenario.own_settings
-    if own:
-        return own.policy
-    built_in = [name for name in usual_policies(scenario.fit) if name in BUILT_IN]
-    return built_in[0] if built_in else PolicySpec().name
+    return own.policy if own else PolicySpec().name
 
 
 def chosen_policies(scenario: Scenario, named: Sequence[str]) -> Sequence[str]:

@@ -24,20 +24,18 @@ from toolkit.errors import InputError, StaleError, nearest
 from toolkit.files.fit import Fit
 from toolkit.files.io import (
     FIT,
-    find_recipe,
     fit_path,
     head,
     read_file,
     shipped_fit,
-    shipped_fits,
 )
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe, TuneSpec
 from toolkit.files.scaling import FleetResult, ScalingResult
-from toolkit.files.shipped import is_recipe, recipe_path, shipped_names
+from toolkit.files.shipped import is_recipe
 from toolkit.files.tuning import REFUSED, Settings, Tuning
-from toolkit.report.steps import fit_option, recipe_of, typed
+from toolkit.report.steps import fit_option, typed
 
 if TYPE_CHECKING:
     from toolkit.sim.deployment import Deployment
@@ -50,9 +48,8 @@ class Scenario:
 
     Attributes:
         options: the command line, over the tuning, over the recipe.
-        recipe: as in its file or plan; None: a fit without its recipe, the token-step world, or a
-            server without a plan.
-        recipe_file: None for a recipe that was found by its fit, or is in a plan.
+        recipe: as in its file or plan; None: the token-step world, or a server without a plan.
+        recipe_file: None for a recipe that is in a plan.
         fit: None: the token-step world, or a server without a plan.
         fit_file: None: the fit was computed for this command, or is in a plan.
         targets: in seconds.
@@ -78,29 +75,19 @@ class Scenario:
         """
         _refuse_two_loads(options)
         targets = parse_sla(options.sla)
-        found = cls(options)
-        if options.fit == UNIT_STEP and not Path(UNIT_STEP).exists():
-            refuse_useless({"--recipe": options.recipe}, f"--fit {UNIT_STEP} has none")
-            why = f"--fit {UNIT_STEP} has no settings to tune"
-            refuse_useless({"--tuning": options.tuning}, why)
-            return replace(found, targets=targets)
-        file, given = options.recipe, options.fit
-        by_name = file is None and given in shipped_names() and not Path(given).exists()
-        if given and by_name and not shipped_fit(given):
-            file, given = recipe_path(given), None
-        if file is None:
-            path = _existing_fit(given or FIT)
-            lone = read_file(Fit, path)
-            its_recipe = _recipe_of(lone, path, needed=options.max_new_tokens is None)
-            found = cls(options, its_recipe, fit=lone, fit_file=path)
-        else:
-            recipe = open_recipe(file)
-            fit, fit_file = _fit_of(file, recipe, given, options)
-            found = cls(options, recipe, file, fit, fit_file)
+        if options.recipe == Path(UNIT_STEP):
+            useless = {"--fit": options.fit, "--tuning": options.tuning}
+            refuse_useless(useless, f"{UNIT_STEP} has no laws and no settings to tune")
+            return cls(options, targets=targets)
+        file = options.recipe
+        assert file is not None
+        recipe = open_recipe(file)
+        fit, fit_file = _fit_of(file, recipe, options)
+        found = cls(options, recipe, file, fit, fit_file)
         if options.tuning is not None:
             found = replace(found, tuning=read_file(Tuning, options.tuning, found.inputs))
-        own = found.tuning or found.recipe
-        return replace(found, targets=targets or (own.sla if own else {}))
+        own = found.tuning or recipe
+        return replace(found, targets=targets or own.sla)
 
     @classmethod
     def of_plan(cls, options: ScenarioOptions) -> Scenario:
@@ -151,9 +138,8 @@ class Scenario:
     @property
     def max_new_tokens(self) -> int:
         """The limit of requests without one in the trace; 0: the token-step world's."""
-        return self.options.max_new_tokens or (
-            self.recipe.serve.max_new_tokens if self.recipe else 0
-        )
+        own = self.recipe.serve.max_new_tokens if self.recipe else 0
+        return self.options.max_new_tokens or own
 
     @property
     def deployment(self) -> Deployment:
@@ -218,14 +204,14 @@ class Scenario:
         """The settings of the tuning, else of the recipe; None: there is neither."""
         if self.tuning:
             return self.tuning.recommended.settings
-        return self.deployment.settings if self.recipe and self.fit else None
+        return self.deployment.settings if self.recipe else None
 
     @property
     def refuses(self) -> bool:
         """Whether the front of own replicas refuses what would miss a target."""
         if self.tuning:
             return REFUSED in self.tuning.recommended.metrics
-        return bool(self.recipe and self.fit) and self.deployment.refuses
+        return self.recipe is not None and self.deployment.refuses
 
     @property
     def trace_file(self) -> Path:
@@ -250,26 +236,18 @@ class Scenario:
         return replace(trace, sessions=None, notes=(*trace.notes, text))
 
     def fitted_trace(self) -> Trace:
-        """Read the requests, with the lengths that the recipe or the fit takes; `tune` does the
-        same.
-        """
-        from toolkit.traces.windows import fit_lengths, prepare
+        """Read the requests, with the lengths that the recipe takes; `tune` does the same."""
+        from toolkit.traces.windows import prepare
 
         trace = self.read_trace()
-        limit = self.max_new_tokens
-        if self.recipe is not None:
-            return prepare(trace, self.recipe, max_new_tokens=limit)
-        if self.fit is None:
+        if self.recipe is None:
             return trace
-        engine = self.fit.engine
-        return fit_lengths(trace, engine.engine, engine.max_model_len, limit)
+        return prepare(trace, self.recipe, max_new_tokens=self.max_new_tokens)
 
     def note_tuning(self) -> None:
         """Print the command that searches the settings of the recipe; nothing without a recipe."""
         recipe = self.recipe_file
-        if recipe is None and self.fit is not None and self.fit_file is not None:
-            recipe = recipe_of(self.fit, self.fit_file.parent)
-        if recipe is None or not recipe.is_file():
+        if recipe is None:
             return
         trace = ["--trace", self.options.trace] if self.options.trace else []
         note(f"next: {typed('tune', recipe, *fit_option(recipe, self.fit_file), *trace)}")
@@ -308,15 +286,13 @@ def _refuse_two_loads(options: ScenarioOptions) -> None:
         refuse_useless({"--rate": options.rate, "--load": options.load}, why)
 
 
-def _fit_of(
-    file: Path, recipe: Recipe, given: str | None, options: ScenarioOptions
-) -> tuple[Fit, Path | None]:
+def _fit_of(file: Path, recipe: Recipe, options: ScenarioOptions) -> tuple[Fit, Path | None]:
     """Return the recipe's fit (`find_fit`); computed laws where the tuning is by such."""
-    if options.tuning is not None and given is None:
+    if options.tuning is not None and options.fit is None:
         tuned = read_file(Tuning, options.tuning, {"recipe": file})
         if "fit" not in tuned.inputs:
             return computed_fit(file, recipe), None
-    path = None if given is None else fit_path(given)
+    path = None if options.fit is None else fit_path(options.fit)
     return find_fit(file, recipe, path, force=options.force)
 
 
@@ -382,29 +358,3 @@ def computed_fit(file: Path, recipe: Recipe) -> Fit:
 
     made_from = head(inputs={"recipe": file}, device=recipe.hardware.name)
     return analytic_fit(recipe.measured, made_from)
-
-
-def _existing_fit(fit: str) -> Path:
-    """Return the file of --fit where no recipe is given. Raises InputError where there is none."""
-    path = fit_path(fit)
-    if not path.exists():
-        made = "make it with: llmctl fit PROFILE; or name a recipe (--recipe), or a shipped fit"
-        names = ", ".join([UNIT_STEP, *shipped_fits()])
-        raise InputError(f"{path}: no such file", f"{made} with --fit: {names}")
-    return path
-
-
-def _recipe_of(fit: Fit, path: Path, *, needed: bool) -> Recipe | None:
-    """Return the recipe that `fit` was made from, from the usual places. Raises InputError where it
-    is `needed` and not found, and for what is not modelled.
-    """
-    found = find_recipe(fit, path)
-    if found is not None:
-        refuse_recipe(found)
-    elif needed:
-        raise InputError(
-            f"{path}: its recipe '{fit.recipe_name}', which limits the outputs"
-            " (serve.max_new_tokens), is not found or has changed since",
-            "name the recipe with --recipe, or give the limit with --max-new-tokens",
-        )
-    return found

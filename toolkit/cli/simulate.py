@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
+    UNIT_STEP,
     ScenarioOptions,
+    argument,
     command_of,
     names_in,
     numbers_in,
@@ -23,11 +26,24 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import note_trace, plain, sharing_notes
 from toolkit.cli.output import emit, note, show
 from toolkit.cli.scenario import Scenario
+from toolkit.files.shipped import recipe_path
 from toolkit.interrupts import EXIT_CODE, held
+
+
+def _recipe_or_clock(recipe: Path) -> Path:
+    """Return the file of a recipe; the token-step world has none."""
+    return recipe if recipe == Path(UNIT_STEP) else recipe_path(recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions(ScenarioOptions):
+    recipe: Path = argument(
+        "A recipe's file, or the name of a shipped recipe; unit-step: a world in which a decode "
+        "step takes a second, as in Past-Future's Table 1.",
+        metavar="RECIPE",
+        callback=_recipe_or_clock,
+        autocompletion=arguments.recipes,
+    )
     policies: str | None = option(
         None,
         "Simulate these policies, separated by commas; 'all' means all policies except the "
@@ -50,7 +66,7 @@ class SimulateOptions(ScenarioOptions):
 
 
 @command_of(
-    SimulateOptions, "trace", "fit", "recipe", "tuning", "settings", "sla", "concurrency",
+    SimulateOptions, "recipe", "trace", "fit", "tuning", "settings", "sla", "concurrency",
     "workers", "max_new_tokens", "seed",
 )  # fmt: skip
 def command(args: SimulateOptions) -> None:
@@ -59,9 +75,8 @@ def command(args: SimulateOptions) -> None:
 
     --set policy.key=value sets a parameter of that policy, key=value one of every policy that has
     it. --json has the metrics with their units in their names: throughput_rps, ttft_p99_s,
-    batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
-    decode step, as in Past-Future's Table 1; see docs/reference/simulation.md. Ctrl-C prints the
-    finished runs.
+    batch_size_mean, ...; its `trace` describes the requests; see docs/reference/simulation.md.
+    Ctrl-C prints the finished runs.
     """
     from toolkit.cli.runs import (
         chosen_policies,
