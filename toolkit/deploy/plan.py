@@ -41,6 +41,7 @@ from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
 from toolkit.units import bracketed, counted, number
 
 Explained = dict[str, Explanation]
+Parameters = Mapping[str, ParameterValue]
 NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differs` ignores
 BEHAVIOUR = "behaviour."  # how the keys of limits of a change of the number begin
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
@@ -330,9 +331,7 @@ def _explain_policy(settings: Settings, source: str, sources: Mapping[str, str])
     """Explain a policy and its parameters. Parameters without a source have defaults."""
     default = f"default of policy '{settings.policy}'"
     explained = {"policy": _explanation(settings.policy, source)}
-    for name, value in settings.parameters.items():
-        explained[name] = _explanation(value, sources.get(name, default))
-    return explained
+    return explained | _explain_each("", settings.parameters, sources, default)
 
 
 def _explain_router(router: RouterSpec, recipe: Recipe, choice: Choice) -> Explained:
@@ -340,20 +339,17 @@ def _explain_router(router: RouterSpec, recipe: Recipe, choice: Choice) -> Expla
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.settings.replica_router is not None:
         source = choice.source
-    known = defaults(ROUTERS[router.name])
     why = f"{choice.workers_source}; the fit is of one replica"
     explained = {
         "workers": _explanation(recipe.workers, why),
         "replica_router": _explanation(router.name, source),
     }
-    for name, value in router.parameters.items():
-        origin = source
-        if value == known[name]:
-            origin = f"default of router '{router.name}'"
-        elif name in TARGETS.values():
-            origin = "recipe: sla"
-        explained[f"{router.name}.{name}"] = _explanation(value, origin)
-    return explained
+    values = router.parameters
+    usual = _where_equal(
+        values, defaults(ROUTERS[router.name]), f"default of router '{router.name}'"
+    )
+    sources = dict.fromkeys(TARGETS.values(), "recipe: sla") | usual
+    return explained | _explain_each(f"{router.name}.", values, sources, source)
 
 
 def _explain_scaling(spec: ScalingSpec, recipe: Recipe, scaled: PlannedFleet | None) -> Explained:
@@ -361,28 +357,34 @@ def _explain_scaling(spec: ScalingSpec, recipe: Recipe, scaled: PlannedFleet | N
     scale = recipe.scale
     assert scale is not None
     rule = RULES[spec.rule]
-    origin = f"scaling.json: the best of {scaled.fleet.trials} settings" if scaled else RECIPE
     explained = {"scaling rule": _explanation(spec.rule, scaled.gain if scaled else RECIPE)}
-    standard = defaults(rule)
-    for name, value in spec.parameters.items():
-        source = origin
-        if scaled and name in MEASURED:
-            source = f"scaling.json: {MEASURED[name]}"
-        elif value == standard[name]:
-            source = f"default of rule '{spec.rule}'"
-        explained[f"{spec.rule}.{name}"] = _explanation(value, source)
-    kubernetes = defaults(Behaviour)
-    for name, value in spec.behaviour.items():
-        source = origin
-        if value == rule.usual_behaviour.get(name):
-            source = f"rule '{spec.rule}' is run so by its project"
-        elif value == kubernetes[name]:
-            source = "Kubernetes' default"
-        explained[f"{BEHAVIOUR}{name}"] = _explanation(value, source)
-    bounds = "scaling.json: as simulated" if scaled else RECIPE
-    for name, value in (("min", scale.min), ("max", scale.max)):
-        explained[f"scale.{name}"] = _explanation(value, bounds)
-    return explained
+    origin = bounds = RECIPE
+    sources = _where_equal(spec.parameters, defaults(rule), f"default of rule '{spec.rule}'")
+    if scaled is not None:
+        origin = f"scaling.json: the best of {scaled.fleet.trials} settings"
+        bounds = "scaling.json: as simulated"
+        sources |= {name: f"scaling.json: {what}" for name, what in MEASURED.items()}
+    explained |= _explain_each(f"{spec.rule}.", spec.parameters, sources, origin)
+    own = f"rule '{spec.rule}' is run so by its project"
+    limits = _where_equal(spec.behaviour, defaults(Behaviour), "Kubernetes' default")
+    limits |= _where_equal(spec.behaviour, rule.usual_behaviour, own)
+    explained |= _explain_each(BEHAVIOUR, spec.behaviour, limits, origin)
+    return explained | _explain_each("scale.", {"min": scale.min, "max": scale.max}, {}, bounds)
+
+
+def _where_equal(values: Parameters, usual: Parameters, source: str) -> dict[str, str]:
+    """Return `source` for each value that is the usual one."""
+    return {name: source for name, value in values.items() if value == usual.get(name)}
+
+
+def _explain_each(
+    prefix: str, values: Parameters, sources: Mapping[str, str], source: str
+) -> Explained:
+    """Explain each value by its own one of `sources`, else by `source`."""
+    return {
+        f"{prefix}{name}": _explanation(value, sources.get(name, source))
+        for name, value in values.items()
+    }
 
 
 def _explain_limits(limits: Sequence[Limit], source: str) -> Explanation:

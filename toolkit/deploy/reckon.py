@@ -95,7 +95,7 @@ def _longest_request_s(order: Order) -> tuple[float, str]:
     plan = order.plan
     laws = laws_from_fit(plan.fit).rounds
     valid = plan.fit.decode.valid
-    running = min(rows(order).value, valid.rows_max)
+    running = _rows(plan)
     tokens = plan.recipe.serve.max_new_tokens
     prefill_s = laws.prefill_s(1, valid.length_max)
     seconds = prefill_s + laws.decode_s(running, valid.length_max // 2, tokens)
@@ -103,17 +103,14 @@ def _longest_request_s(order: Order) -> tuple[float, str]:
     return seconds, f"fit: {among} take {seconds:.3g} s"
 
 
-def rows(order: Order) -> Sourced[int]:
-    """The greatest number of requests that run at once."""
-    plan = order.plan
+def _rows(plan: Plan) -> int:
+    """Return the greatest number of requests that run at once, within the measured ones."""
+    measured = plan.fit.decode.valid.rows_max
     for name in ("max_batch_size", ROWS):
         named = plan.settings.parameters.get(name)
         if isinstance(named, int) and named > 0:
-            return Sourced(named, f"plan: {name} of policy '{plan.settings.policy}'")
-    if plan.fit.engine.max_rows:
-        return Sourced(plan.fit.engine.max_rows, "fit: the greatest number the engine runs")
-    largest = plan.fit.decode.valid.rows_max
-    return Sourced(largest, "fit: the largest measured batch; the laws extrapolate beyond it")
+            return min(named, measured)
+    return min(plan.fit.engine.max_rows or measured, measured)
 
 
 def startup_s(order: Order) -> Sourced[int]:

@@ -330,16 +330,6 @@ class Values:
 
     # Monitoring and scaling.
 
-    @property
-    def selector(self) -> str:
-        """The label matchers of the deployment's own series."""
-        return self._matchers(self.name)
-
-    @property
-    def replica_selector(self) -> str:
-        """The label matchers of the series of the replicas."""
-        return self._matchers(self.replica)
-
     def job(self, name: str) -> str:
         """Return the `job` label of the series of the pods or units called `name`.
 
@@ -349,7 +339,8 @@ class Values:
         """
         return f"{self.options.namespace}/{name}" if self.cluster else name
 
-    def _matchers(self, name: str) -> str:
+    def matchers(self, name: str) -> str:
+        """Return the label matchers of the series of the pods or units called `name`."""
         own = f'job="{self.job(name)}"'
         return f'namespace="{self.options.namespace}",{own}' if self.cluster else own
 
