@@ -86,7 +86,6 @@ class MergedAnswer:
         self._call = call
         self._estimate = estimate
         self._writer = AnswerWriter({}, chat=call.chat, begun=range(call.choices))
-        self._is_named = False  # the writer knows what all events say of the answer
         self._finished: set[int] = set()  # choices of which the client has the end
         self._usage_sent = False
         self._prompt_ids: list[int] | None = None
@@ -181,7 +180,7 @@ class MergedAnswer:
         self._begin(context or UNKNOWN_CONTEXT)
         self.usage = None
         if not self.begun:
-            self._is_named = False
+            self._writer.about = {}
             self._prompt_ids = None
             self._ids = []
             return self._call.first(speaks_ids=speaks_ids)
@@ -236,20 +235,16 @@ class MergedAnswer:
         self.new_tokens = 0
         passed: list[bytes] = []
         try:
-            for event in self._events(piece):
+            events = self._reader.feed(piece)
+            if self._reader.failure:
+                raise _BadAnswerError(self._reader.failure)
+            for event in events:
                 passed.append(self._event(event) if self._call.is_read else self._unread(event))
                 if self.ended:
                     break
         except _BadAnswerError as error:
             self.failure = str(error)
         return b"".join(passed)
-
-    def _events(self, piece: bytes) -> list[bytes]:
-        """Return the events that are whole now."""
-        events = self._reader.feed(piece)
-        if self._reader.failure:
-            raise _BadAnswerError(self._reader.failure)
-        return events
 
     def _unread(self, event: bytes) -> bytes:
         """Pass an event of /v1/responses unread."""
@@ -278,22 +273,22 @@ class MergedAnswer:
         try:
             data.decode()  # also where nothing here reads it
             read = read_answer(data)
-            if not self._is_named:
+            if not self._writer.about:
                 fields = msgspec.json.decode(data, type=dict[str, Raw])
                 self._writer.about = {name: fields[name] for name in NAMES if name in fields}
-                self._is_named = True
         except UNREADABLE:
             raise _BadAnswerError(NOT_OPENAI) from None
         self._check(read)
         if self._prompt_ids is None:
             first = read.choices[0].prompt_token_ids if read.choices else None
             self._prompt_ids = read.prompt_token_ids or first
+        usage = self._whole_usage(read)
+        self.usage = usage or self.usage
         if not read.choices and not is_null(read.usage):
-            return self._on_usage(event, read)
+            return self._on_usage(event, usage)
         if self._goes_on:
-            return self._rest_of(read)
+            return self._rest_of(read, usage)
         brought = [self._count_choice(choice) for choice in read.choices]
-        self.usage = self._whole_usage(read) or self.usage
         return self._passed(event, begins=any(brought))
 
     def _check(self, read: Answer) -> None:
@@ -322,7 +317,7 @@ class MergedAnswer:
         self._held = b""
         return held
 
-    def _rest_of(self, read: Answer) -> bytes:
+    def _rest_of(self, read: Answer, usage: Usage | None) -> bytes:
         """Return what the client lacks of an event of a later attempt, as an event of this answer.
 
         Raises _BadAnswerError if the texts differ. New ids before all the repeated text has come
@@ -349,8 +344,6 @@ class MergedAnswer:
         self._skip_text = left
         self._skip_ids = left_ids
         self._count_choice(choice)
-        usage = self._whole_usage(read)
-        self.usage = usage or self.usage
         new_ids = ids[same_ids:] if self._call.wants_ids else []
         if not (text[same:] or new_ids or choice.finish_reason):
             return b""
@@ -385,14 +378,10 @@ class MergedAnswer:
             self.finish_reason = choice.finish_reason
         return bool(text or ids or choice.beside_text or choice.finish_reason)
 
-    def _on_usage(self, event: bytes, read: Answer) -> bytes:
+    def _on_usage(self, event: bytes, usage: Usage | None) -> bytes:
         """Return what the client gets of an event with the usage alone."""
-        usage = self._whole_usage(read)
-        if usage is None:
-            return b""  # the last lines bring another
-        self.usage = usage
-        if not self._call.wants_usage or self._usage_sent:
-            return b""
+        if usage is None or not self._call.wants_usage or self._usage_sent:
+            return b""  # without one, the last lines bring another
         self._usage_sent = True
         if self._goes_on:
             return self._writer.usage(usage)

@@ -74,11 +74,20 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class RequestFields(msgspec.Struct):
-    """The fields that a front understands. null is absent, as for the servers behind."""
+class CommonFields(msgspec.Struct):
+    """The fields that a front understands of every request. null is absent, as for the servers
+    behind.
+    """
 
     model: str | None = None
     stream: bool | None = None
+    priority: Number | None = None
+    prompt_cache_key: str | None = None
+
+
+class RequestFields(CommonFields):
+    """Further fields of completions and chats."""
+
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     max_tokens: Number | UnsetType | None = UNSET
@@ -86,30 +95,24 @@ class RequestFields(msgspec.Struct):
     min_tokens: Number | None = None
     n: Choices | None = None
     best_of: Choices | None = None
-    priority: Number | None = None
     temperature: float | None = None
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
     prompt: str | list[Token | str | list[Token]] | None = None
     prompt_embeds: str | list[str] | None = None
-    prompt_cache_key: str | None = None
 
 
-class ResponseFields(msgspec.Struct):
-    """The same of /v1/responses, where other fields have other meanings."""
+class ResponseFields(CommonFields):
+    """Further fields of /v1/responses, and of paths whose answers are not read."""
 
-    model: str | None = None
-    stream: bool | None = None
     max_output_tokens: Number | None = None
-    priority: Number | None = None
     input: str | list[Raw] | None = None
     background: bool | None = None
     conversation: Raw = NULL
     previous_response_id: str | None = None
-    prompt_cache_key: str | None = None
 
 
-FieldsT = TypeVar("FieldsT", RequestFields, ResponseFields)
+FieldsT = TypeVar("FieldsT", bound=CommonFields)
 
 
 class _Part(msgspec.Struct):
@@ -166,8 +169,7 @@ class GenerationCall:
         self._min_tokens = asked.min_tokens or 0
         self.has_large_events = any(self._has(name) for name in LARGE)
         stops = [asked.stop or ""] if isinstance(asked.stop, str | None) else asked.stop
-        begun = max((len(stop) - 1 for stop in stops), default=0)  # most of a stop string
-        begun = max(begun, 0)
+        begun = max([0, *(len(stop) - 1 for stop in stops)])  # most of a stop string
         sends_stops = bool(asked.include_stop_str_in_output)
         self.held_back, self.reread = (0, begun) if sends_stops else (begun, 0)
         return asked
