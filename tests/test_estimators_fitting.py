@@ -192,31 +192,3 @@ def test_the_error_names_what_a_profile_lacks(change, named):
         fit_profile(make_profile(**change), HEAD)
     assert says(error.value.message, *named)
     assert error.value.hint
-
-
-def test_the_fit_names_the_points_that_it_misses_most():
-    """Two points take twice as long and half as long as the law of all others."""
-    others = {(4, 64): 2.0, (16, 32): 0.5}
-
-    def prefill(size: int, length: int) -> float:
-        return LAW.prefill_s(size, length) * others.get((size, length), 1.0)
-
-    law = fit_profile(make_profile(prefill=prefill), HEAD).prefill
-    first, second, third = law.worst_points
-    assert (first.batch_size, first.length) == (16, 32)
-    assert first.error_percent == pytest.approx(100.0, abs=15.0)
-    assert (second.batch_size, second.length) == (4, 64)
-    assert second.error_percent == pytest.approx(-50.0, abs=8.0)
-    assert abs(third.error_percent) < 25.0
-    assert law.spread_percent == pytest.approx(0.0, abs=1e-6)
-    assert law.error.worst_percent == abs(first.error_percent)
-
-
-def test_the_fit_says_how_far_samples_of_one_point_are_apart():
-    law = fit_profile(make_profile(noise=0.3), HEAD).decode
-    assert law.spread_percent == pytest.approx(30.0, rel=0.3)
-    profile = make_profile()
-    once = [point.model_copy(update={"seconds": point.seconds[:1]}) for point in profile.decode]
-    law = fit_profile(profile.model_copy(update={"decode": once}), HEAD).decode
-    assert law.spread_percent is None
-    assert {point.spread_percent for point in law.worst_points} == {None}

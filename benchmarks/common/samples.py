@@ -3,7 +3,7 @@
 import toolkit
 from toolkit.files.fit import (
     Fit,
-    LatencyFit,
+    LawFit,
     MemoryFit,
     OverheadFit,
 )
@@ -18,13 +18,13 @@ ENVIRONMENT = Environment(
 ERROR = HeldOutError(median_percent=1.0, p95_percent=2.0, worst_percent=3.0, points=10)
 
 
-def latency(term: str, nl: float, n: float, l: float, const: float) -> LatencyFit:  # noqa: E741
+def latency(term: str, nl: float, n: float, l: float, const: float) -> LawFit:  # noqa: E741
     law = PassLaw(
         {"pass": const, "row": n, "length": l, term: nl},
         valid=PassRange(rows_max=32, length_max=512),
         error=ERROR,
     )
-    return LatencyFit(law=law)
+    return LawFit(law=law)
 
 
 def fit(

@@ -273,11 +273,11 @@ def show_fit(fit: Fit) -> None:
 
 
 def far_off(made: Fit) -> list[str]:
-    """Return a line on each law with a large error; the fit has the points that it misses most."""
+    """Return a line on each law with a large error."""
     errors = {"prefill": made.prefill.error, "decode": made.decode.error}
     if made.rounds:
         errors["rounds"] = made.rounds.overhead.error
-    remedy = "worst_points of the fit say where; profile on a quieter machine, or with more repeats"
+    remedy = "profile on a quieter machine, or with more repeats"
     return [
         f"{name}: the held-out median error is {error.median_percent:.0f} %; {remedy}"
         for name, error in errors.items()

@@ -21,7 +21,7 @@ from toolkit.estimators.least_squares import (
     typical_seconds,
 )
 from toolkit.estimators.part_fits import fit_memory, fit_rounds, fit_steps
-from toolkit.files.fit import Fit, LatencyFit, OverheadFit, PointError, StepsFit
+from toolkit.files.fit import Fit, LawFit, OverheadFit, StepsFit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import Profile, SlicePoint
 from toolkit.laws.features import StepShape, chunk_attended
@@ -32,7 +32,6 @@ GridPoint = tuple[int, int, list[float]]  # batch size N, length L, and samples
 
 POINTS_MIN = 8
 SLICES_MIN = 6
-WORST_POINTS = 3  # named in a fit
 
 
 def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -> list[StepsFit]:
@@ -97,7 +96,7 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
     )
 
 
-def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LatencyFit:
+def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LawFit:
     """Return the law of prefills, T_prefill(N, L), or of decode steps, tau(l, N). Steps may be
     flat, and then linear.
 
@@ -112,33 +111,10 @@ def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LatencyFit:
     else:
         shapes = [StepShape(n, n * length) for n, length, _ in grid]
         form = PassLaw(dict.fromkeys(DECODE_TERMS, 0.0), flat_s=1.0)
-    law, predicted_s = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
-    sizes, lengths, samples = zip(*grid, strict=True)
+    law = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
+    sizes, lengths, _ = zip(*grid, strict=True)
     valid = PassRange(rows_max=max(sizes), length_max=max(lengths))
-    spreads = [_spread_percent(own) for own in samples]
-    known = [spread for spread in spreads if spread is not None]
-    errors = 100.0 * (predicted_s / seconds - 1.0)
-    worst = np.argsort(-np.abs(errors), kind="stable")[:WORST_POINTS].tolist()
-    return LatencyFit(
-        law=replace(law, valid=valid),
-        worst_points=[
-            PointError(
-                batch_size=sizes[k],
-                length=lengths[k],
-                error_percent=float(errors[k]),
-                spread_percent=spreads[k],
-            )
-            for k in worst
-        ],
-        spread_percent=float(np.median(known)) if known else None,
-    )
-
-
-def _spread_percent(samples: Sequence[float]) -> float | None:
-    """Return the standard deviation over the mean, in percent; None of fewer than two samples."""
-    if len(samples) < 2:
-        return None
-    return float(100.0 * np.std(samples, ddof=1) / np.mean(samples))
+    return LawFit(law=replace(law, valid=valid))
 
 
 def _check_grid(name: Name, grid: Sequence[GridPoint]) -> None:

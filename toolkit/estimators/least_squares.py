@@ -177,9 +177,9 @@ class TimedPasses:
 
 def fit_terms(
     form: PassLaw, passes: TimedPasses, seed: int, solve: Solve = solve_relative
-) -> tuple[PassLaw, Floats]:
-    """Return the law that the passes show, with its held-out error, and its held-out predictions
-    [n], each by a law that did not see a fifth of the passes, this one among them.
+) -> PassLaw:
+    """Return the law that the passes show, with its held-out error: each pass is predicted by a law
+    that did not see a fifth of the passes, this one among them.
 
     Args:
         form: which terms and knots the law has, with any seconds. With `flat_s` it may be flat, and
@@ -192,7 +192,7 @@ def fit_terms(
 
     predicted = predict_held_out(len(passes.seconds), predict, seed)
     error = percent_error(predicted, passes.seconds)
-    return replace(fitted(form, passes, solve), error=error), predicted
+    return replace(fitted(form, passes, solve), error=error)
 
 
 def fitted(form: PassLaw, passes: TimedPasses, solve: Solve) -> PassLaw:

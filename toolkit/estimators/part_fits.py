@@ -263,7 +263,7 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PassLaw:
         both = rows, rows * point.length
         shapes.append(StepShape(0, 0, *both) if name == "join" else StepShape(*both))
     form = PassLaw(dict.fromkeys(PART_TERMS[name], 0.0))
-    return fit_terms(form, TimedPasses.alike(shapes, seconds), seed)[0]
+    return fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
 
 
 def fit_swap(
@@ -287,7 +287,7 @@ def fit_swap(
         for point in points
     ]
     form = PassLaw({"row": 0.0, "cached": 0.0, "behind": 0.0})
-    law, _ = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
+    law = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
     out_s, in_s = (law.terms[name] / bytes_per_token for name in ("cached", "behind"))
     return SwapFit(
         latency_s=law.terms["row"],
@@ -389,7 +389,7 @@ def _fit_single(
     """Return the law of measured passes, as if none overlapped."""
     counted = [min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in measured.points]
     passes = TimedPasses(shapes, seconds, np.sqrt(counted))
-    return fit_terms(form_of(measured, _below(KNOTS, shapes)), passes, seed, solve_passes)[0]
+    return fit_terms(form_of(measured, _below(KNOTS, shapes)), passes, seed, solve_passes)
 
 
 def _fit_computed(
@@ -410,7 +410,7 @@ def _fit_computed(
     def solve(columns: Floats, its_seconds: Floats, root_weight: Floats) -> Floats:
         return solve_relative(columns, its_seconds, root_weight, free)
 
-    return fit_terms(form, TimedPasses(shapes, seconds, weight), seed, solve)[0]
+    return fit_terms(form, TimedPasses(shapes, seconds, weight), seed, solve)
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:

@@ -15,19 +15,12 @@ from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
 LAWS_FORMAT: Literal[4] = 4  # of files that hold laws
 
 
-class PointError(Strict):
-    """What a fit without this point predicts for it, and how far its own samples are apart."""
-
-    batch_size: int
-    length: int
-    error_percent: float = Field(description="predicted against measured, with its sign")
-    spread_percent: float | None = optional(
-        "the samples' standard deviation over their mean; none: there is one sample"
-    )
-
-
 class LawFit(Strict):
-    """A fitted law: it has its held-out error, and where it was measured."""
+    """A fitted law: it has its held-out error, and where it was measured.
+
+    Of prefills (SCLS paper, Eq. 3) it has terms pass, row, length, token and attended; of decode
+    steps (Eq. 4) pass, row, length and cached.
+    """
 
     law: PassLaw
 
@@ -41,17 +34,6 @@ class LawFit(Strict):
     def valid(self) -> PassRange:
         """Where the law was measured."""
         return self.law.valid or PassRange()
-
-
-class LatencyFit(LawFit):
-    """A fitted law of batches. Of prefills (SCLS paper, Eq. 3) it has terms pass, row, length,
-    token and attended; of decode steps (Eq. 4) pass, row, length and cached.
-    """
-
-    worst_points: list[PointError] = Field([], description="the largest held-out errors")
-    spread_percent: float | None = optional(
-        "the median spread of a point's samples; none: no point has two samples"
-    )
 
 
 class OverheadFit(Strict):
@@ -165,8 +147,8 @@ class Fit(Envelope):
     recipe_name: str
     workers: Workers
     engine: EngineFacts
-    prefill: LatencyFit
-    decode: LatencyFit
+    prefill: LawFit
+    decode: LawFit
     overhead: OverheadFit
     memory: MemoryFit
     rounds: RoundsFit | None = optional(
@@ -176,7 +158,7 @@ class Fit(Envelope):
     steps: StepsFit | None = optional("none: the engine's passes were not measured one by one")
     drafts: list[StepsFit] = Field([], description="the same with other numbers of drafts")
 
-    def off_percent(self, law: LatencyFit | StepsFit) -> float:
+    def off_percent(self, law: LawFit) -> float:
         """How far times by one of these laws are off, in the median: what its form loses on
         held-out points, or, where nothing was measured, how far predictions were off beside
         measured servers, if that is more. Prefills are as far off as TTFT, decodes as TPOT, and
