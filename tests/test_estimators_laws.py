@@ -85,7 +85,7 @@ def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, str
     for each, exact in (
         (found, found.serve_s(size, length, tokens)),
         (
-            found.with_overhead(batch_s, stretch),
+            replace(found.times(stretch), batch_s=batch_s),
             batch_s + stretch * found.serve_s(size, length, tokens),
         ),
     ):
@@ -104,7 +104,7 @@ def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, str
 @given(laws, batches, st.floats(0, 1), st.floats(0.5, 2))
 def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s, stretch):
     size, length, tokens = batch
-    slower = law.with_overhead(batch_s, stretch)
+    slower = replace(law.times(stretch), batch_s=batch_s)
     expected = batch_s + stretch * law.serve_s(size, length, tokens)
     assert slower.prefill_s(size, length) + slower.decode_s(
         size, length, law.iterations(tokens)

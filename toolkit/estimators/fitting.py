@@ -15,7 +15,6 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.estimators.laws import DECODE_TERMS, PREFILL_TERMS, LinearLaw
 from toolkit.estimators.least_squares import (
-    TimedPasses,
     fit_overhead,
     fit_terms,
     typical_seconds,
@@ -111,7 +110,7 @@ def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LawFit:
     else:
         shapes = [StepShape(n, n * length) for n, length, _ in grid]
         form = PassLaw(dict.fromkeys(DECODE_TERMS, 0.0), flat_s=1.0)
-    law = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
+    law = fit_terms(form, shapes, seconds, seed)
     sizes, lengths, _ = zip(*grid, strict=True)
     valid = PassRange(rows_max=max(sizes), length_max=max(lengths))
     return LawFit(law=replace(law, valid=valid))

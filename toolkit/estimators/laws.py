@@ -146,13 +146,6 @@ class LinearLaw(BatchLaw):
             batch_s=factor * self.batch_s,
         )
 
-    def with_overhead(self, batch_s: float, stretch: float) -> LinearLaw:
-        """Return the law with what serving adds: `stretch` times its seconds, since workers that
-        run at the same time slow one another down, and `batch_s` per batch.
-        """
-        slower = self.times(stretch)
-        return replace(slower, batch_s=batch_s + slower.batch_s)
-
     def iterations(self, tokens: int) -> int:
         """Decode iterations after the prefill until a row has `tokens` tokens."""
         return tokens - self.prefill_emits_token if tokens > 0 else 0

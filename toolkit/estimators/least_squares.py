@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +138,7 @@ def predict_held_out(count: int, predict: Callable[[Rows, Rows], Floats], seed: 
 
 def percent_error(predicted: Floats, measured: Floats) -> HeldOutError:
     """Return the median, p95 and worst of |predicted / measured - 1|, in percent."""
-    errors = 100.0 * relative_error(predicted, measured)
+    errors = 100.0 * np.abs(predicted / measured - 1.0)
     return HeldOutError(
         median_percent=float(np.median(errors)),
         p95_percent=float(np.percentile(errors, 95)),
@@ -147,55 +147,40 @@ def percent_error(predicted: Floats, measured: Floats) -> HeldOutError:
     )
 
 
-def relative_error(predicted: Floats, measured: Floats) -> Floats:
-    """Return |predicted / measured - 1| of each point [n]."""
-    return np.asarray(np.abs(predicted / measured - 1.0), dtype=np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class TimedPasses:
-    """Measured points of passes: compositions, seconds, and square roots of weights, [n] each."""
-
-    shapes: Sequence[StepShape]
-    seconds: Floats
-    root_weight: Floats
-
-    @classmethod
-    def alike(cls, shapes: Sequence[StepShape], seconds: Floats) -> TimedPasses:
-        """Return points that all weigh the same."""
-        return cls(shapes, seconds, np.ones(len(seconds)))
-
-    def take(self, rows: Rows) -> TimedPasses:
-        """Return the points at the indices `rows`."""
-        shapes = [self.shapes[row] for row in rows]
-        return TimedPasses(shapes, self.seconds[rows], self.root_weight[rows])
-
-    def seconds_by(self, law: PassLaw) -> Floats:
-        """Return the seconds of each pass by a law [n]."""
-        return np.array([law.forward_s(shape) for shape in self.shapes])
-
-
 def fit_terms(
-    form: PassLaw, passes: TimedPasses, seed: int, solve: Solve = solve_relative
+    form: PassLaw,
+    shapes: Sequence[StepShape],
+    seconds: Floats,
+    seed: int,
+    solve: Solve = solve_relative,
+    root_weight: Floats | None = None,
 ) -> PassLaw:
-    """Return the law that the passes show, with its held-out error: each pass is predicted by a law
+    """Return the law that passes [n] show, with its held-out error: each pass is predicted by a law
     that did not see a fifth of the passes, this one among them.
 
     Args:
         form: which terms and knots the law has, with any seconds. With `flat_s` it may be flat, and
-            then linear.
+            then linear; its passes are of decodes alone.
         seed: deals the passes into held-out parts.
+        root_weight: the square root of each pass's weight [n]; None: all weigh the same.
     """
+    columns = np.array(form.columns(shapes))
+    weights = np.ones(len(seconds)) if root_weight is None else root_weight
+
+    def fitted(rows: Rows) -> PassLaw:
+        return least_law(form, columns[rows], seconds[rows], weights[rows], solve)
 
     def predict(seen: Rows, rows: Rows) -> Floats:
-        return passes.take(rows).seconds_by(fitted(form, passes.take(seen), solve))
+        law = fitted(seen)
+        return np.array([law.forward_s(shapes[row]) for row in rows])
 
-    predicted = predict_held_out(len(passes.seconds), predict, seed)
-    error = percent_error(predicted, passes.seconds)
-    return replace(fitted(form, passes, solve), error=error)
+    error = percent_error(predict_held_out(len(seconds), predict, seed), seconds)
+    return replace(fitted(np.arange(len(seconds))), error=error)
 
 
-def fitted(form: PassLaw, passes: TimedPasses, solve: Solve) -> PassLaw:
+def least_law(
+    form: PassLaw, columns: Floats, seconds: Floats, root_weight: Floats, solve: Solve
+) -> PassLaw:
     """Return the law of this form with the least sum of squared relative residuals. Terms that the
     passes do not show are 0.
 
@@ -203,21 +188,22 @@ def fitted(form: PassLaw, passes: TimedPasses, solve: Solve) -> PassLaw:
     caches that it reads take longer. Which points of a flat form are flat is not known before: they
     are the fastest ones, and every number of them is tried.
     """
-    columns = np.array(form.columns(passes.shapes))
-    seconds = passes.seconds
     order = np.argsort(seconds, kind="stable")
 
-    def flat_below(count: int) -> PassLaw:
+    def flat_below(count: int) -> tuple[Floats, float]:
         fast, slow = np.split(order, [count])
-        values = solve(columns[slow], seconds[slow], passes.root_weight[slow]).tolist()
-        flat_s = float(1.0 / np.mean(1.0 / seconds[fast])) if count else 0.0
-        return replace(form.with_values(values), flat_s=flat_s)
+        values = solve(columns[slow], seconds[slow], root_weight[slow])
+        return values, float(1.0 / np.mean(1.0 / seconds[fast])) if count else 0.0
 
-    def error(law: PassLaw) -> float:
-        return float(np.square(relative_error(passes.seconds_by(law), seconds)).sum())
+    def error(found: tuple[Floats, float]) -> float:
+        values, flat_s = found
+        predicted = np.maximum(columns @ values, flat_s)
+        return float(np.square(predicted / seconds - 1.0).sum())
 
     most = len(seconds) - LINEAR_POINTS_MIN if form.flat_s else 0
-    return min(map(flat_below, (0, *range(FLAT_POINTS_MIN, most + 1))), key=error)
+    tried = map(flat_below, (0, *range(FLAT_POINTS_MIN, most + 1)))
+    values, flat_s = min(tried, key=error)
+    return replace(form.with_values(values.tolist()), flat_s=flat_s)
 
 
 def fit_overhead(times: Sequence[Floats], seed: int) -> OverheadFit:

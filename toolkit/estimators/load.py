@@ -40,7 +40,8 @@ def laws_from_fit(fit: Fit) -> Laws:
     """
     refuse_fit(fit)
     engine = LinearLaw(fit.prefill.law, fit.decode.law, fit.engine.prefill_emits_token)
-    latency = engine.with_overhead(fit.overhead.batch_s, fit.overhead.stretch)
+    # Workers that run at the same time slow one another down, and each batch is dispatched.
+    latency = replace(engine.times(fit.overhead.stretch), batch_s=fit.overhead.batch_s)
     memory = memory_from_fit(fit.memory)
     swap, host_tokens = (
         swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)

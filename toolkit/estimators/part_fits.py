@@ -29,14 +29,12 @@ from scipy.special import ndtr  # of scipy.stats, which takes long to import, on
 from toolkit.catalogue.caches import read_tokens
 from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.errors import InputError
-from toolkit.estimators import pipeline_fit
 from toolkit.estimators.laws import LinearLaw, law_of_parts
 from toolkit.estimators.least_squares import (
     HELD_OUT_PARTS,
     MEASURE_AGAIN,
     SAMPLES_COUNTED_MAX,
     Floats,
-    TimedPasses,
     fit_overhead,
     fit_terms,
     line_in_rows,
@@ -45,6 +43,7 @@ from toolkit.estimators.least_squares import (
     typical,
     typical_seconds,
 )
+from toolkit.estimators.pipeline_fit import PassSequence, fit_pipeline, graphs_of, shape_of
 from toolkit.files.fit import BatchRule, MemoryFit, RoundsFit, StepsFit, SwapFit
 from toolkit.files.profile import (
     EngineFacts,
@@ -263,7 +262,7 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PassLaw:
         both = rows, rows * point.length
         shapes.append(StepShape(0, 0, *both) if name == "join" else StepShape(*both))
     form = PassLaw(dict.fromkeys(PART_TERMS[name], 0.0))
-    return fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
+    return fit_terms(form, shapes, seconds, seed)
 
 
 def fit_swap(
@@ -287,7 +286,7 @@ def fit_swap(
         for point in points
     ]
     form = PassLaw({"row": 0.0, "cached": 0.0, "behind": 0.0})
-    law = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
+    law = fit_terms(form, shapes, seconds, seed)
     out_s, in_s = (law.terms[name] / bytes_per_token for name in ("cached", "behind"))
     return SwapFit(
         latency_s=law.terms["row"],
@@ -310,10 +309,13 @@ TRAFFIC_MIN = 20  # requests; fewer show nothing of a mean
 
 
 def form_of(measured: StepsProfile, knots: tuple[int, ...]) -> PassLaw:
-    """Return a law of the profile's model with every term at 0: a form that may be fitted.
+    """Return a law of the profile's model with every term at 0: a form that may be fitted. It has
+    the knots that some pass exceeds.
 
     Decodes beside chunks read their caches at a cost of their own.
     """
+    longest = max(shape_of(point).tokens for point in measured.points)
+    knots = tuple(knot for knot in knots if knot < longest)
     resolved = measured.resolved
     window = read_tokens(resolved.groups, resolved.index_topk) if resolved is not None else 0
     terms = [*TERMS]
@@ -344,17 +346,21 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
         refuse("the measured server", of_resolved(measured.resolved))
     points = measured.points
     _check_passes(points)
-    shapes = [pipeline_fit.shape_of(point) for point in points]
+    shapes = [shape_of(point) for point in points]
     seconds = typical_seconds(("steps: a pass", point.seconds) for point in points)
-    graphs = pipeline_fit.graphs_of(measured)
+    graphs = graphs_of(measured)
     launches: Literal["measured", "inferred", ""] = ""
     if graphs is not None:
-        passes = pipeline_fit.PassSequence.of(measured, graphs)
-        law = pipeline_fit.fit_pipeline(passes, seed)
+        passes = PassSequence.of(measured, graphs)
+        law = fit_pipeline(passes, seed)
         launches = "measured" if passes.launches.any() else "inferred"
+    elif computed:
+        law = _fit_computed(measured, shapes, seconds, seed)
     else:
-        fit = _fit_computed if computed else _fit_single
-        law = fit(measured, shapes, seconds, seed).with_terms(_host_terms(points))
+        weight = np.sqrt([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
+        law = fit_terms(form_of(measured, KNOTS), shapes, seconds, seed, solve_passes, weight)
+    if graphs is None:
+        law = law.with_terms(_host_terms(points))
     front_s, front_row_s = fit_front(measured)
     # Computed passes are linear in cached tokens, so their law holds for a full cache.
     full = measured.blocks * measured.block_tokens
@@ -377,21 +383,6 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
     )
 
 
-def _below(knots: tuple[int, ...], shapes: Sequence[StepShape]) -> tuple[int, ...]:
-    """Return the knots that some pass exceeds."""
-    longest = max(shape.tokens for shape in shapes)
-    return tuple(knot for knot in knots if knot < longest)
-
-
-def _fit_single(
-    measured: StepsProfile, shapes: list[StepShape], seconds: Floats, seed: int
-) -> PassLaw:
-    """Return the law of measured passes, as if none overlapped."""
-    counted = [min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in measured.points]
-    passes = TimedPasses(shapes, seconds, np.sqrt(counted))
-    return fit_terms(form_of(measured, _below(KNOTS, shapes)), passes, seed, solve_passes)
-
-
 def _fit_computed(
     measured: StepsProfile, shapes: list[StepShape], seconds: Floats, seed: int
 ) -> PassLaw:
@@ -401,16 +392,12 @@ def _fit_computed(
     chunks weigh as much together as passes without; a pass that takes `least_s` says nothing of its
     parts.
     """
-    form = form_of(measured, _below(COMPUTED_KNOTS, shapes))
-    free = slice(len(form.terms), -1)  # new tokens, but for the last of them
+    form = form_of(measured, COMPUTED_KNOTS)
+    tokens = slice(len(form.terms), -1)  # new tokens, but for the last of them
     mixed = np.array([shape.prefills > 0 for shape in shapes])
     told = ~mixed | (seconds > measured.least_s)
     weight = told * np.sqrt(np.where(mixed, 1.0 / mixed.mean(), 1.0 / (~mixed).mean()))
-
-    def solve(columns: Floats, its_seconds: Floats, root_weight: Floats) -> Floats:
-        return solve_relative(columns, its_seconds, root_weight, free)
-
-    return fit_terms(form, TimedPasses(shapes, seconds, weight), seed, solve)
+    return fit_terms(form, shapes, seconds, seed, partial(solve_relative, free=tokens), weight)
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:

@@ -179,24 +179,13 @@ class PassSequence:
         return np.asarray(np.choose(self.launch, by_launch), dtype=np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class PassTimeline:
-    """How the passes follow one another by a law, columns [n].
+def timeline(passes: PassSequence, law: PassLaw, *, measured: bool) -> tuple[Floats, Flags, Floats]:
+    """Return how the passes follow one another by a law, by the recursion of `toolkit.laws.passes`
+    over all runs, each from idle. Three columns [n]:
 
-    Attributes:
-        took_s: seconds from the tokens of the pass before (from idle: from its scheduling) to its
-            tokens, by the law.
-        for_launch: it ended with the launch of the next pass.
-        gpu_s: seconds from when the GPU could begin the pass to its end.
-    """
-
-    took_s: Floats
-    for_launch: Flags
-    gpu_s: Floats
-
-
-def timeline(passes: PassSequence, law: PassLaw, *, measured: bool) -> PassTimeline:
-    """The recursion of `toolkit.laws.passes` over all runs, each from idle.
+    - seconds from the tokens of the pass before (from idle: from its scheduling) to its tokens;
+    - whether it ended with the launch of the next pass;
+    - seconds from when the GPU could begin the pass to its end.
 
     With `measured`, each pass follows the measured ends and launches of the passes before it, which
     says what it waited for. Without, nothing measured comes in but the passes' compositions.
@@ -235,7 +224,7 @@ def timeline(passes: PassSequence, law: PassLaw, *, measured: bool) -> PassTimel
         if measured:
             done_s = min(done_s, end_s) if for_launch else end_s
     took, waited, on_gpu = (np.array(column) for column in zip(*found, strict=True))
-    return PassTimeline(took, waited, on_gpu)
+    return took, waited, on_gpu
 
 
 def fit_law(passes: PassSequence, seen: Flags | None = None) -> PassLaw:
@@ -247,57 +236,53 @@ def fit_law(passes: PassSequence, seen: Flags | None = None) -> PassLaw:
     chosen = np.ones(len(passes.seconds), dtype=bool) if seen is None else seen
     law = passes.guess
     for _ in range(ROUNDS):
-        found = timeline(passes, law, measured=True)
-        law = _with_launches(law, passes, found, chosen)
-        law = _with_work(law, passes, found, chosen)
+        _, waited, gpu_s = timeline(passes, law, measured=True)
+        of, seconds, weight = _shown_launches(passes, waited, chosen)
+        for launch, terms in LAUNCH_TERMS.items():
+            its = passes.launch[of] == launch
+            law = _with(law, terms, its, passes.columns(terms)[of], seconds, weight)
+        law = _with_work(law, passes, waited, gpu_s, chosen)
     for launch, terms in LAUNCH_TERMS.items():
         if not (passes.launch == launch).any():
             law = law.with_terms(dict.fromkeys(terms, 0.0))
     return law
 
 
-def _with_launches(law: PassLaw, passes: PassSequence, found: PassTimeline, seen: Flags) -> PassLaw:
-    """The law with the launches that passes show."""
-    of, seconds, root_weight = _shown_launches(passes, found, seen)
-    for launch, terms in LAUNCH_TERMS.items():
-        columns = passes.columns(terms)[of]
-        law = _with(law, terms, passes.launch[of] == launch, columns, seconds, root_weight)
-    return law
-
-
 def _shown_launches(
-    passes: PassSequence, found: PassTimeline, seen: Flags
+    passes: PassSequence, waited: Flags, seen: Flags
 ) -> tuple[NDArray[np.int_], Floats, Floats]:
-    """Launches [k] that are known, or else that a pass waited for: their passes, seconds and roots
-    of weights.
+    """Return the launches [k] that are known, or else that a pass `waited` for [n], of passes that
+    are `seen` [n]: their passes, seconds and roots of weights.
     """
     if passes.launches.any():
         of = np.flatnonzero((passes.launches > 0.0) & seen)
         return of, passes.launches[of], passes.root_weight[of]
-    shown = np.flatnonzero(found.for_launch & ~passes.idle & seen)
+    shown = np.flatnonzero(waited & ~passes.idle & seen)
     # Such a pass lasts as long as the launch of the next one.
     return shown + 1, passes.seconds[shown], passes.root_weight[shown]
 
 
-def _with_work(law: PassLaw, passes: PassSequence, found: PassTimeline, seen: Flags) -> PassLaw:
-    """The law with the GPU's times from passes that did not wait for a launch."""
-    shows = ~found.for_launch & ~passes.idle & seen & (found.gpu_s > GPU_MIN_S)
+def _with_work(
+    law: PassLaw, passes: PassSequence, waited: Flags, gpu_s: Floats, seen: Flags
+) -> PassLaw:
+    """Return the law with the GPU's times from passes that did not wait for a launch."""
+    shows = ~waited & ~passes.idle & seen & (gpu_s > GPU_MIN_S)
     root_weight = passes.root_weight
     mixed = passes.mixed
     short = mixed & (passes.columns(["token_arithmetic"])[:, 0] <= SHORT_TOKENS)
     terms = ["pass_alone", "token_alone", "cached_alone"]
     terms += ["expert_read"] if law.experts else []
-    law = _with(law, terms, shows & ~mixed, passes.columns(terms), found.gpu_s, root_weight)
+    law = _with(law, terms, shows & ~mixed, passes.columns(terms), gpu_s, root_weight)
     terms = ["token_arithmetic", "attended", "cached_beside"]
     its = shows & mixed & ~short
-    law = _with(law, terms, its, passes.columns(terms), found.gpu_s, root_weight)
+    law = _with(law, terms, its, passes.columns(terms), gpu_s, root_weight)
     if (shows & short).sum() < SHARE_SHOWN * (short & seen).sum() + SHOWN_MIN:
         # Launches hide the least time of short passes; it reads the weights, as decodes do.
         return law.with_terms({"pass_least": law.terms["pass_alone"], "token_least": 0.0})
     terms = ["pass_least", "token_least"]
     least_s = passes.part_s(law, LEAST)
     others_s = least_s - passes.columns(terms) @ [law.terms[term] for term in terms]
-    rest_s = found.gpu_s - passes.part_s(law, MIXED) - others_s
+    rest_s = gpu_s - passes.part_s(law, MIXED) - others_s
     its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= passes.part_s(law, ARITHMETIC))
     return _with(law, terms, its, passes.columns(terms), rest_s, root_weight)
 
@@ -351,8 +336,8 @@ def held_out_s(passes: PassSequence, seed: int) -> Floats:
     part = np.random.default_rng(seed).permutation(passes.point[-1] + 1) % HELD_OUT_PARTS
     for number in range(HELD_OUT_PARTS):
         unseen = part[passes.point] == number
-        by_law = timeline(passes, fit_law(passes, ~unseen), measured=False)
-        predicted[unseen] = by_law.took_s[unseen]
+        by_law, _, _ = timeline(passes, fit_law(passes, ~unseen), measured=False)
+        predicted[unseen] = by_law[unseen]
     return of_points(passes, predicted)
 
 
@@ -360,8 +345,8 @@ def _spread(passes: PassSequence, law: PassLaw) -> tuple[float, ...]:
     """Quantiles of launches other than graphs over the law, their mean 1, in an order in which
     neighbours differ; empty where too few are known.
     """
-    found = timeline(passes, law, measured=True)
-    of, seconds, _ = _shown_launches(passes, found, np.ones(len(passes.seconds), dtype=bool))
+    _, waited, _ = timeline(passes, law, measured=True)
+    of, seconds, _ = _shown_launches(passes, waited, np.ones(len(passes.seconds), dtype=bool))
     other = passes.launch[of] != GRAPH
     ratios = seconds[other] / passes.launch_s(law)[of[other]]
     if len(ratios) < QUANTILES:

@@ -109,9 +109,6 @@ class StepShape:
             self.draft_tokens,
         )
 
-    def __reduce__(self) -> tuple[type[StepShape], tuple[object, ...]]:
-        return StepShape, self.values()
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepShape) and self.values() == other.values()
 
@@ -159,6 +156,8 @@ NUMBERS: Final = (
 
 def number_of(number: i64, shape: StepShape, tokens: int, experts: float) -> float:
     """Return one of the `NUMBERS` of a pass with these new tokens and touched experts."""
+    if number == ONE:
+        return 1.0
     if number == ROWS:
         return float(shape.decodes + shape.prefills)
     if number == CACHED:
@@ -177,9 +176,7 @@ def number_of(number: i64, shape: StepShape, tokens: int, experts: float) -> flo
         return float(shape.decode_inside)
     if number == ATTENDED_INSIDE:
         return shape.prefill_inside
-    if number == LENGTH:
-        return (shape.decode_cached + shape.prefill_tokens) / (shape.decodes + shape.prefills)
-    return 1.0
+    return (shape.decode_cached + shape.prefill_tokens) / (shape.decodes + shape.prefills)
 
 
 def growth_of(number: i64, shape: StepShape) -> float:

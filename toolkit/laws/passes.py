@@ -55,9 +55,9 @@ from toolkit.laws.features import (
     EAGER,
     FEATURES,
     GRAPH,
+    HOST,
     LEAST,
     MIXED,
-    ONE,
     PIECEWISE,
     StepShape,
     growth_of,
@@ -115,7 +115,7 @@ class PassRange(Stored):
         """Return whether a pass is inside the range. Its rows' lengths are not looked at."""
         return (
             shape.decodes + shape.prefills <= self.rows_max
-            and shape.decodes + shape.draft_tokens + shape.prefill_tokens <= self.tokens_max
+            and shape.tokens <= self.tokens_max
             and shape.decode_cached <= self.cached_max
         )
 
@@ -166,16 +166,17 @@ class GraphSettings(Stored):
 
     def launch_of(self, shape: StepShape) -> int:
         """GRAPH, PIECEWISE or EAGER: how a pass is launched."""
-        tokens = shape.decodes + shape.draft_tokens + shape.prefill_tokens
-        if not self.sizes or tokens > self.sizes[-1]:
+        if not self.sizes or shape.tokens > self.sizes[-1]:
             return EAGER
         alone, mixed = LAUNCHES[self.mode]
         return mixed if shape.prefills else alone
 
-    def padded(self, tokens: int) -> int:
-        """The tokens of the smallest graph for so many tokens; without one, as many."""
-        place = bisect_left(self.sizes, tokens)
-        return self.sizes[place] if place < len(self.sizes) else tokens
+    def tokens_of(self, shape: StepShape) -> int:
+        """Return how many tokens a pass computes: a graph computes its own number."""
+        tokens = shape.tokens
+        if self.launch_of(shape) == EAGER:
+            return tokens
+        return self.sizes[bisect_left(self.sizes, tokens)]
 
 
 class Term:
@@ -189,27 +190,20 @@ class Term:
 
 
 class TermSum:
-    """The terms of one part of a pass's time, in the order of `FEATURES`. Those that count 1 are in
-    `constant_s`.
-    """
+    """The terms of one part of a pass's time, in the order of `FEATURES`."""
 
-    __slots__ = ("constant_s", "terms")
+    __slots__ = ("terms",)
 
     def __init__(self, part: int, seconds: Mapping[str, float]) -> None:
-        self.constant_s = 0.0
         self.terms: list[Term] = []
         for name, feature in FEATURES.items():
             value = seconds.get(name, 0.0)
-            if not value or part not in feature.parts:
-                continue
-            if feature.number == ONE:
-                self.constant_s += value
-            else:
+            if value and part in feature.parts:
                 self.terms.append(Term(feature.number, value))
 
     def of(self, shape: StepShape, tokens: int, experts: float) -> float:
         """Return the seconds of a pass with these (padded) tokens and touched experts."""
-        total = self.constant_s
+        total = 0.0
         for term in self.terms:
             total += term.seconds * number_of(term.number, shape, tokens, experts)
         return total
@@ -256,16 +250,10 @@ class PassLaw(Stored):
     valid: PassRange | None = None
     error: HeldOutError | None = None
     # what evaluation reads
-    behind_s: float = field(init=False, repr=False, compare=False, default=0.0)
-    _alone: TermSum = field(init=False, repr=False, compare=False)
-    _mixed: TermSum = field(init=False, repr=False, compare=False)
-    _least: TermSum = field(init=False, repr=False, compare=False)
-    _arithmetic: TermSum = field(init=False, repr=False, compare=False)
-    _launches: list[TermSum] = field(init=False, repr=False, compare=False)
+    _parts: list[TermSum] = field(init=False, repr=False, compare=False)
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
-    _overlaps: bool = field(init=False, repr=False, compare=False, default=False)
     _host_s: float = field(init=False, repr=False, compare=False, default=0.0)
     _host_row_s: float = field(init=False, repr=False, compare=False, default=0.0)
 
@@ -273,16 +261,9 @@ class PassLaw(Stored):
         self._check()
         terms = self.terms
         ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
-        slopes = tuple(zip(self.token_s, self.knots, ends, strict=False))
         found: dict[str, object] = {
-            "_alone": TermSum(ALONE, terms),
-            "_mixed": TermSum(MIXED, terms),
-            "_least": TermSum(LEAST, terms),
-            "_arithmetic": TermSum(ARITHMETIC, terms),
-            "_launches": [TermSum(launch, terms) for launch in (GRAPH, PIECEWISE, EAGER)],
-            "_slopes": slopes,
-            "_overlaps": self.graphs is not None,
-            "behind_s": terms.get("behind", 0.0),
+            "_parts": [TermSum(part, terms) for part in range(HOST)],
+            "_slopes": tuple(zip(self.token_s, self.knots, ends, strict=False)),
             "_host_s": terms.get("host", 0.0),
             "_host_row_s": terms.get("host_row", 0.0),
         }
@@ -343,32 +324,29 @@ class PassLaw(Stored):
 
     def gpu_s(self, shape: StepShape) -> float:
         """Return the seconds of the pass's work; without launches, all of the pass."""
-        return self._work_s(shape, self.launch_of(shape) if self._overlaps else EAGER)
-
-    def _work_s(self, shape: StepShape, launch: int) -> float:
-        tokens = shape.decodes + shape.draft_tokens + shape.prefill_tokens
+        tokens = shape.tokens
         experts = touched_experts(tokens, self.experts, self.experts_per_token)
-        if launch != EAGER:
-            graphs = self.graphs
-            assert graphs is not None
-            tokens = graphs.padded(tokens)
+        graphs = self.graphs
+        if graphs is not None:
+            tokens = graphs.tokens_of(shape)
         mixed = shape.prefills > 0
-        seconds = (self._mixed if mixed else self._alone).of(shape, tokens, experts)
+        parts = self._parts
+        seconds = parts[MIXED if mixed else ALONE].of(shape, tokens, experts)
         for slope, start, end in self._slopes:
             if tokens <= start:
                 break
             seconds += slope * ((end if tokens > end else tokens) - start)
         if not mixed:
             return self.flat_s if seconds < self.flat_s else seconds
-        if self._overlaps:
-            least_s = self._least.of(shape, tokens, experts)
-            arithmetic_s = self._arithmetic.of(shape, tokens, experts)
+        if graphs is not None:
+            least_s = parts[LEAST].of(shape, tokens, experts)
+            arithmetic_s = parts[ARITHMETIC].of(shape, tokens, experts)
             seconds += least_s if least_s > arithmetic_s else arithmetic_s
         return self.least_s if seconds < self.least_s else seconds
 
     def growth_s(self, shape: StepShape) -> float:
         """Return by how many seconds each following pass of the same decodes takes longer."""
-        return (self._mixed if shape.prefills else self._alone).growth(shape)
+        return self._parts[MIXED if shape.prefills else ALONE].growth(shape)
 
     def prompt_token_s(self, attended: float) -> float:
         """Return the seconds that a token of a long chunk adds, which attends to `attended`."""
@@ -377,19 +355,13 @@ class PassLaw(Stored):
         token_s = self.token_s[-1] if self.token_s else terms.get("token_arithmetic", 0.0)
         return token_s + terms.get("attended", 0.0) * attended + inside_s
 
-    def launch_of(self, shape: StepShape) -> int:
-        """Return how the pass is launched: GRAPH, PIECEWISE or EAGER."""
-        graphs = self.graphs
-        assert graphs is not None
-        return graphs.launch_of(shape)
-
     def launch_s(self, shape: StepShape) -> float:
         """Return the seconds on the CPU from scheduling the pass to its last kernel launched, on
         average; 0 where passes do not overlap, and launches are part of the work.
         """
-        if not self._overlaps:
+        if self.graphs is None:
             return 0.0
-        return self._launches[self.launch_of(shape)].of(shape, 0, 0.0)
+        return self._parts[self.graphs.launch_of(shape)].of(shape, 0, 0.0)
 
     def drawn_launch_s(self, shape: StepShape, number: int) -> float:
         """Return `launch_s` of the launch with this number; graphs take no varying time."""
@@ -400,7 +372,7 @@ class PassLaw(Stored):
 
     def waits_for_launch(self, shape: StepShape) -> bool:
         """Return whether the GPU can begin the pass only when its launch has ended."""
-        return not self._overlaps or self.launch_of(shape) == GRAPH
+        return self.graphs is None or self.graphs.launch_of(shape) == GRAPH
 
     def forward_s(self, shape: StepShape) -> float:
         """Return the seconds of a pass that nothing overlaps, from its schedule to its tokens."""
@@ -416,7 +388,7 @@ class PassLaw(Stored):
 
     def step_s(self, shape: StepShape) -> float:
         """Return the seconds from the start of one such pass to the next, if they follow."""
-        if self._overlaps:
+        if self.graphs is not None:
             return max(self.gpu_s(shape), self.launch_s(shape))
         return self.gpu_s(shape) + self.after_s(shape.rows)
 
@@ -467,8 +439,8 @@ class PassLaw(Stored):
         for shape in shapes:
             tokens = shape.tokens
             experts = touched_experts(tokens, self.experts, self.experts_per_token)
-            if self.graphs is not None and self.launch_of(shape) != EAGER:
-                tokens = self.graphs.padded(tokens)
+            if self.graphs is not None:
+                tokens = self.graphs.tokens_of(shape)
             row = [feature.of(shape, tokens, experts) for feature in chosen]
             for start, end in zip(self.knots, ends, strict=False):
                 row.append(max(0.0, min(float(tokens), end) - start))
@@ -478,8 +450,6 @@ class PassLaw(Stored):
     @property
     def form(self) -> str:
         """Its form in words, for reports: its terms, or how many they are, and what bends it."""
-        if self.graphs is not None:
-            return "overlapping passes"
         if self.knots:
             return f"{len(self.terms)} terms, {len(self.knots) - 1} knots"
         words = ", ".join([name for name, value in self.terms.items() if value])

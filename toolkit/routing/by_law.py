@@ -59,7 +59,7 @@ class LawRouter(Router):
         """
         law: PassLaw | None = replica.traits.law
         assert law is not None, "by-law needs the law of a pass of every replica"
-        behind_s = law.behind_s
+        behind_s = law.terms.get("behind", 0.0)
         expected = view.expected_tokens if view.expected_tokens > 1.0 else 1.0
         prompt = request.prompt_tokens
         cached = min(view.matched[replica.index] * view.block_tokens, prompt - 1)
