@@ -26,14 +26,9 @@ from scipy.optimize import least_squares
 
 from benchmarks.common.command import make_parser
 from benchmarks.public.asking import Checkpoint, Fits, Question, checkpoint_of
-from benchmarks.public.operators import flat_json
+from benchmarks.public.operators import family_of, flat_json
 from benchmarks.public.servers import IN_MXFP4, UNEXPLAINED, Row, protocol_of, split_rows
-from toolkit.estimators.gpu_operators import (
-    TABLE,
-    EngineConstants,
-    engine_constants,
-    family_of,
-)
+from toolkit.estimators.gpu_operators import TABLE, EngineConstants, read_json
 from toolkit.estimators.least_squares import Floats
 
 FAMILIES = ("h100", "h200", "blackwell")
@@ -66,7 +61,8 @@ PROCESSES = 2
 
 def shipped_constants() -> Constants:
     """Return the constants that ship."""
-    return {name: engine_constants(name) for name in FAMILIES}
+    shipped = read_json(TABLE)["engine"]["constants"]
+    return {name: EngineConstants(**shipped[name]) for name in FAMILIES}
 
 
 _QUESTIONS: list[Question] = []  # of a process of the pool

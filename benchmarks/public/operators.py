@@ -68,6 +68,19 @@ GPUS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+BLACKWELL = ("b200_sxm", "b300_sxm", "gb200", "rtx_pro_6000_server")
+
+
+def family_of(gpu: str) -> str:
+    """Return which constants of an engine a GPU of the data has: "h200", "blackwell", or "h100",
+    which older ones share. An engine launches other kernels on each generation; H100 and H200 are
+    of one, but their kernels were measured at other clocks.
+    """
+    if gpu in BLACKWELL:
+        return "blackwell"
+    return "h200" if gpu == "h200_sxm" else "h100"
+
+
 def peaks_of(gpu: str) -> tuple[float, float, float]:
     """The data sheet of a GPU of the data: bytes/s, FLOP/s in bf16, bytes/s of its link."""
     found = gpu_of(GPUS[gpu][0])
@@ -94,6 +107,7 @@ ROUTING = "power_law_1.01"  # the distribution of tokens over experts in the dat
 LEAST_BYTES = 1 << 15  # of all-reduces; smaller ones take their start
 # The modules of latent attention are DeepSeek V3's, with the heads of one GPU of several.
 LATENT = LatentShapes(rank=512, rope=64, plain=128, value=128, query_rank=1536)
+LATENT_HEAD = 160  # numbers of a head with keys and values of one size that computes as much
 HIDDEN = 7168
 LATENT_HEADS = (4, 8, 16, 32, 64, 128)
 # Modules of latent attention that were measured as an engine runs them. The others were measured
@@ -416,7 +430,7 @@ def fit_latent_chunk(data: Path, gpu: str, cache: str, gemm: Kernel) -> Fitted:
 
     def predict(law: Kernel) -> Floats:
         attended = tokens * length / 2
-        return gemms + chunk_s(law, tokens, attended, heads, heads, LATENT.head_dim)
+        return gemms + chunk_s(law, tokens, attended, heads, heads, LATENT_HEAD)
 
     guesses = [3e-5, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
     name = f"latent chunks, {cache}"
@@ -795,6 +809,7 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
                 "flops": one.flops,
                 "link": one.link,
                 "names": GPUS[name][1],
+                "family": family_of(name),
                 "source": one.source,
                 "beside": one.beside,
                 "longest": one.longest,

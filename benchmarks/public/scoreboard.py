@@ -34,10 +34,11 @@ from benchmarks.common.results_file import keep, markdown
 from benchmarks.engines.gpu_windows import FIT, NAME, SPEED, errors_of
 from benchmarks.public import llmservingsim
 from benchmarks.public.asking import Checkpoint, Fits, Question, Times, checkpoint_of
+from benchmarks.public.operators import family_of
 from benchmarks.public.servers import MS, SET_NONE, Row, split_rows
 from docs.make_pictures import picture
 from toolkit.errors import InputError
-from toolkit.estimators.gpu_operators import TABLE, EngineConstants, family_of
+from toolkit.estimators.gpu_operators import TABLE, EngineConstants
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, read_file
 from toolkit.files.shipped import shipped_profiles

@@ -204,8 +204,12 @@ def sparse_s(law: Kernel, tokens: Floats, indexed: Floats, best: Floats, heads: 
 
 
 def delta_decode_s(law: Kernel, rows: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
-    """Return the seconds of a layer's linear attention, for decodes of `rows` rows."""
-    return law.seconds(start_s=rows > 0, bytes_per_s=rows * (sizes.row_bytes / ranks))
+    """Return the seconds of a layer's linear attention, for decodes of `rows` rows. A row reads and
+    writes its states, and the convolution's last inputs.
+    """
+    states = sizes.heads * sizes.key_dim * sizes.value_dim * sizes.state_bytes
+    row_bytes = 2 * (states + sizes.mixed * sizes.kernel * ACTIVATION_BYTES)
+    return law.seconds(start_s=rows > 0, bytes_per_s=rows * (row_bytes / ranks))
 
 
 def delta_chunk_s(
@@ -332,7 +336,8 @@ class GpuOperators:
         Raises InputError with the name of a precision, sort of attention or number of GPUs that was
         not measured.
         """
-        passes = columns_of(shapes)
+        columns = np.array([shape.values() for shape in shapes], dtype=float).T
+        passes = SimpleNamespace(**dict(zip(SHAPE_NUMBERS, columns, strict=True)))
         plain = self.kernels["gemm"]["bfloat16"]
         rows = passes.decodes + passes.prefills
         seconds = self.engine.pass_s + gemm_s(plain, rows, model.vocab / ranks, model.hidden, 2.0)
@@ -392,14 +397,16 @@ class GpuOperators:
             before = np.minimum(before, mixer.window * passes.prefills)
         heads = mixer.heads // ranks
         kv_heads = mixer.kv_heads_of(ranks)
-        token_bytes = 2 * kv_heads * mixer.mean_dim * BYTES[dtype]
-        alone = decode_s(decode, passes.decodes, kv_heads, cached * token_bytes)
-        # One kernel computes chunks and decodes; it reads the caches of both.
-        reading = decode.seconds(bytes_per_s=(self.beside * cached + before) * token_bytes)
-        chunk = self.kernels["chunk"]["bfloat16"]
+        # Keys and values of one size that compute and move as much.
+        mean_dim = (mixer.head_dim + mixer.value) / 2
         tokens = passes.prefill_tokens
-        mixed = chunk_s(chunk, tokens, attended, heads, kv_heads, mixer.mean_dim)
-        return np.asarray(np.where(tokens > 0, mixed + reading, alone))
+        # One kernel computes chunks and decodes; it reads the caches of both.
+        alone = tokens == 0
+        read = np.where(alone, cached, self.beside * cached + before)
+        read_bytes = read * (2 * kv_heads * mean_dim * BYTES[dtype])
+        reading = decode_s(decode, alone * passes.decodes, kv_heads, read_bytes)
+        chunk = self.kernels["chunk"]["bfloat16"]
+        return reading + chunk_s(chunk, tokens, attended, heads, kv_heads, mean_dim)
 
     def _latent_s(self, mixer: LatentShapes, dtype: str, passes: Any, ranks: int) -> Floats:
         """Return the seconds of latent attention with a cache of `dtype`, besides what GEMMs make
@@ -426,7 +433,8 @@ class GpuOperators:
         vectors = tokens + passes.prefill_cached
         wide = mixer.heads / ranks * (mixer.plain + mixer.value)
         keys = self._gemm_s(mixer.weights, np.maximum(vectors, 1.0), wide, mixer.rank)
-        attending = chunk_s(chunks, tokens, attended, heads, heads, mixer.head_dim)
+        head_dim = (mixer.plain + mixer.rope + mixer.value) // 2
+        attending = chunk_s(chunks, tokens, attended, heads, heads, head_dim)
         return decoding + np.where(vectors > 0, keys, 0.0) + attending
 
     def _delta_s(self, mixer: DeltaShapes, passes: Any, ranks: int) -> Floats:
@@ -464,17 +472,11 @@ class GpuOperators:
         if "mxfp4" in name:
             speed = engine.speed_mxfp4
             reached = engine.routed_mxfp4
-        terms = law.terms
-        faster = {
-            "start_s": terms["start_s"] / speed,
-            "expert_s": terms["expert_s"] / speed,
-            "bytes_per_s": terms["bytes_per_s"] * speed,
-            "flops_per_s": terms["flops_per_s"] * reached,
-        }
+        terms = {**law.terms, "flops_per_s": law.terms["flops_per_s"] * reached / speed}
         cut = 1 if model.whole_experts else ranks  # GPUs that share an expert
         apart = ranks // cut  # GPUs that share the experts of a layer
         seconds = experts_s(
-            Kernel(faster),
+            Kernel(terms),
             tokens,
             model.hidden,
             model.expert_intermediate / cut,
@@ -483,23 +485,40 @@ class GpuOperators:
             WEIGHT_BYTES[name],
         )
         router = self.kernels["gemm"]["bfloat16"]
-        return seconds + gemm_s(router, tokens, model.experts, model.hidden, 2.0)
+        return seconds / speed + gemm_s(router, tokens, model.experts, model.hidden, 2.0)
 
     def _rest_s(self, model: ModelShapes, sort: LayerShapes, tokens: Floats, ranks: int) -> Floats:
-        """Return the seconds of what is left of a layer: activations that move, and kernels."""
+        """Return the seconds of what is left of a layer: activations that move, and kernels besides
+        GEMMs, attention, experts and all-reduces.
+
+        Kernels are norms, the rotary embedding, the cache write and the activation; norms of
+        queries and keys, and their gate; in place of the activation the choice of the experts
+        (softmax, top k) and the sum of their outputs; and the quantization of what GEMMs read,
+        where no other kernel does it. Latent attention was measured with its rotary embedding and
+        cache write, and reads one tensor more. Linear attention has a kernel before its state, and
+        a norm with a gate behind it.
+        """
         mixer = sort.mixer
+        kernels = sort.norms + (3 if sort.experts else bool(sort.inner))
         numbers = NORM_TENSORS + MORE_NORM_TENSORS * (sort.norms - PLAIN_NORMS)
         moved = numbers * model.hidden + GATE_TENSORS * sort.inner / ranks
+        if sort.inner and not sort.experts:
+            kernels += 2 * (sort.inner_weights in QUANTIZED_APART)
+        if mixer is not None:
+            kernels += 2 + (mixer.weights in QUANTIZED_APART) + (mixer.out in QUANTIZED_APART)
         if isinstance(mixer, AttentionShapes):
+            kernels += 2 * mixer.qk_norm + bool(mixer.gate)
             plain = mixer.heads / ranks * mixer.head_dim
             keys = mixer.kv_heads_of(ranks) * (mixer.head_dim + mixer.value)
             moved += ROTARY_TENSORS * (plain + keys) + GATE_TENSORS * plain * bool(mixer.gate)
+        if isinstance(mixer, LatentShapes):
+            kernels += (mixer.weights in QUANTIZED_APART) - 2
         if isinstance(mixer, DeltaShapes):
             gated = GATE_TENSORS * mixer.heads * mixer.value_dim
             moved += (PREPARED_TENSORS * mixer.mixed + gated) / ranks
         bandwidth = self.kernels["gemm"]["bfloat16"].terms["bytes_per_s"]
         moving = tokens * moved * ACTIVATION_BYTES / bandwidth
-        return np.asarray(self.engine.kernel_s * rest_kernels(sort) + moving)
+        return np.asarray(self.engine.kernel_s * kernels + moving)
 
     def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
         """Return the seconds of an all-reduce of an engine."""
@@ -507,34 +526,6 @@ class GpuOperators:
         faster = {"bytes_per_s": law.terms["bytes_per_s"] * self.engine.reduce_speed}
         terms = {**law.terms, **faster}
         return self.engine.reduce_s + reduce_s(replace(law, terms=terms), size_bytes)
-
-
-def columns_of(shapes: Sequence[StepShape]) -> Any:
-    """Return passes [n] as columns [n], named like what `StepShape` takes."""
-    columns = np.array([shape.values() for shape in shapes], dtype=float).T
-    return SimpleNamespace(**dict(zip(SHAPE_NUMBERS, columns, strict=True)))
-
-
-def rest_kernels(sort: LayerShapes) -> int:
-    """Kernels of a layer besides GEMMs, attention, experts and all-reduces: norms, the rotary
-    embedding, the cache write and the activation; norms of queries and keys, and their gate; in
-    place of the activation the choice of the experts (softmax, top k) and the sum of their outputs;
-    and the quantization of what GEMMs read, where no other kernel does it. Latent attention was
-    measured with its rotary embedding and cache write, and reads one tensor more. Linear attention
-    has a kernel before its state, and a norm with a gate behind it.
-    """
-    mixer = sort.mixer
-    count = sort.norms + (3 if sort.experts else bool(sort.inner))
-    if mixer is not None:
-        latent = isinstance(mixer, LatentShapes)
-        count += 0 if latent else 2
-        count += (1 + latent) * (mixer.weights in QUANTIZED_APART)
-        count += mixer.out in QUANTIZED_APART
-    if isinstance(mixer, AttentionShapes):
-        count += 2 * mixer.qk_norm + bool(mixer.gate)
-    if sort.inner and not sort.experts:
-        count += 2 * (sort.inner_weights in QUANTIZED_APART)
-    return count
 
 
 @cache
@@ -549,32 +540,15 @@ def measured_gpus() -> list[str]:
 
 
 def measured_operators(name: str) -> GpuOperators:
-    """The operators of a GPU of `measured_gpus`."""
-    one = read_json(TABLE)["gpus"][name]
+    """The operators of a GPU of `measured_gpus`, with the constants of an engine on its family."""
+    table = read_json(TABLE)
+    one = table["gpus"][name]
     about = {
         "name": name,
-        "engine": engine_constants(family_of(name)),
+        "engine": table["engine"]["constants"][one["family"]],
         "source": f"operators measured on {name}, {one['source']}",
     }
     return msgspec.convert(one | about, GpuOperators)
-
-
-BLACKWELL = ("b200_sxm", "b300_sxm", "gb200", "rtx_pro_6000_server")
-
-
-def family_of(gpu: str) -> str:
-    """Which constants of an engine a measured GPU has: those of "h200", of "blackwell", or of
-    "h100", which older ones share. An engine launches other kernels on each generation; H100 and
-    H200 are of one, but their kernels were measured at other clocks.
-    """
-    if gpu in BLACKWELL:
-        return "blackwell"
-    return "h200" if gpu == "h200_sxm" else "h100"
-
-
-def engine_constants(family: str) -> EngineConstants:
-    """The constants of an engine on GPUs of this family (`family_of`)."""
-    return EngineConstants(**read_json(TABLE)["engine"]["constants"][family])
 
 
 SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU

@@ -38,11 +38,6 @@ class AttentionShapes:
     weights: str = "bfloat16"
     out: str = "bfloat16"
 
-    @property
-    def mean_dim(self) -> float:
-        """Numbers of a head with keys and values of one size that computes and moves as much."""
-        return (self.head_dim + self.value) / 2
-
     def kv_heads_of(self, ranks: int) -> int:
         """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
         return max(self.kv_heads // ranks, 1)
@@ -97,11 +92,6 @@ class LatentShapes:
     out: str = "bfloat16"
     index: IndexShapes | None = None
 
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a head with keys and values of one size that computes and moves as much."""
-        return (self.plain + self.rope + self.value) // 2
-
     def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
         """Return the GEMMs of a layer for all tokens: the latent vectors, which are whole on each
         GPU, queries, the output, and of an index, whole on each GPU, its queries and its keys.
@@ -144,12 +134,6 @@ class DeltaShapes:
     def mixed(self) -> int:
         """Numbers of a token's queries, keys and values, which the convolution mixes."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that a decode reads and writes: states, and the convolution's last inputs."""
-        state = self.heads * self.key_dim * self.value_dim * self.state_bytes
-        return 2 * (state + self.mixed * self.kernel * ACTIVATION_BYTES)
 
     def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
         """Return the GEMMs of a layer: queries, keys and values, with as many gates of the output
@@ -210,6 +194,7 @@ class ModelShapes:
         cache_bytes: of a number in the KV cache.
         whole_experts: whether each of several GPUs has whole experts (expert parallelism), not a
             part of each.
+        window: tokens, its own included, that a step attends to at most in some layers; 0: all.
     """
 
     hidden: int
@@ -220,20 +205,9 @@ class ModelShapes:
     expert_intermediate: int = 0
     cache_bytes: int = ACTIVATION_BYTES
     whole_experts: bool = False
+    window: int = 0
 
     @property
     def layers(self) -> int:
         """All layers."""
         return sum(sort.count for sort in self.sorts)
-
-    @property
-    def window(self) -> int:
-        """Tokens, its own included, that a step attends to at most in some layers; 0: all."""
-        return max((window_of(sort.mixer) for sort in self.sorts), default=0)
-
-
-def window_of(mixer: Mixer | None) -> int:
-    """Return how many tokens, its own included, a step attends to at most; 0: all."""
-    if isinstance(mixer, LatentShapes) and mixer.index is not None:
-        return mixer.index.best + 1
-    return mixer.window if isinstance(mixer, AttentionShapes) else 0

@@ -73,6 +73,7 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
         expert_intermediate=integer_at(config, family.expert_inner)
         or integer_at(config, family.dense_inner),
         cache_bytes=CACHE_BYTES.get(cache or "", ACTIVATION_BYTES),
+        window=special.best + 1 if special.best else special.windows[1],
         whole_experts=experts > 0
         and recipe.engine.tensor_parallel_size > 1
         and vllm is not None
