@@ -57,7 +57,7 @@ def dense_of(mixer: Mixer, weights: str = "bfloat16") -> ModelShapes:
 DENSE = dense_of(ATTENTION)
 EXPERTS = LayerShapes(32, replace(ATTENTION, qk_norm=True), experts=True)
 SPARSE = model_of(EXPERTS)
-MLA = LatentShapes(512, 64, 128, 128, query_rank=1536, heads=128)
+MLA = LatentShapes(128, 512, 64, 128, 128, query_rank=1536)
 LATENT = dense_of(MLA)
 # Qwen3.5-27B's
 DELTA = DeltaShapes(heads=48, key_heads=16, key_dim=128, value_dim=128, kernel=4)

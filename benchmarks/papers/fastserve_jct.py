@@ -32,7 +32,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.base import Policy
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.types import LatencyLaw
 from toolkit.sched.view import Decision, View
 from toolkit.sched.waiting import Ranking
 from toolkit.sim.api import simulate

@@ -106,7 +106,7 @@ BESIDE_ELSE = 1.9
 ROUTING = "power_law_1.01"  # the distribution of tokens over experts in the data
 LEAST_BYTES = 1 << 15  # of all-reduces; smaller ones take their start
 # The modules of latent attention are DeepSeek V3's, with the heads of one GPU of several.
-LATENT = LatentShapes(rank=512, rope=64, plain=128, value=128, query_rank=1536)
+LATENT = LatentShapes(heads=128, rank=512, rope=64, plain=128, value=128, query_rank=1536)
 LATENT_HEAD = 160  # numbers of a head with keys and values of one size that computes as much
 HIDDEN = 7168
 LATENT_HEADS = (4, 8, 16, 32, 64, 128)

@@ -21,36 +21,13 @@ from toolkit.errors import InputError
 from toolkit.files.fit import RoundsFit, SwapFit
 from toolkit.laws.features import StepShape
 from toolkit.laws.passes import PassLaw
+from toolkit.sched.types import LatencyLaw
 
 # A search over slice lengths needs one table per trial and never returns to an old one.
 TABLES_KEPT = 64
 # The terms that have a closed form of their sum over the steps of a slice.
 PREFILL_TERMS = ("pass", "row", "length", "token", "attended")
 DECODE_TERMS = ("pass", "row", "length", "cached")
-
-
-class BatchLaw:
-    """A law of batches and rounds (`LatencyLaw`): what compiled code asks several times a round."""
-
-    def prefill_s(self, batch_size: int, input_length: float) -> float:
-        """T_prefill(N, L) in seconds, Eq. 3, with the constant cost of a batch."""
-        return self.pass_s(batch_size, 0.0, input_length)
-
-    def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """Seconds of a prefill pass over the tokens from `start` to `end` of N rows."""
-        raise NotImplementedError
-
-    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
-        raise NotImplementedError
-
-    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """T_serve of static batches as coefficients of 1, L and L^2 [3, max_batch_size + 1]."""
-        raise NotImplementedError
-
-    def leave_s(self, length: float) -> float:
-        """Seconds until a row of about `length` tokens has left a running batch."""
-        return 0.0
 
 
 def steps_s(flat: float, before: float, slope: float, steps: int) -> float:
@@ -64,7 +41,7 @@ def steps_s(flat: float, before: float, slope: float, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class LinearLaw(BatchLaw):
+class LinearLaw(LatencyLaw):
     """SCLS paper, Eq. 1-4, with an optional N * L^2 term in prefill.
 
     T_prefill(N, L) = token*N*L + row*N + length*L + pass + attended*N*L^2/2. tau(l, N) has the same
@@ -229,7 +206,7 @@ def law_of_rounds(engine: LinearLaw, fit: RoundsFit) -> LinearLaw:
 
 
 @dataclass(frozen=True)
-class RoundsByPass(BatchLaw):
+class RoundsByPass(LatencyLaw):
     """What a policy inside an engine believes of its rounds, by the law of the engine's passes.
 
     A chunk between decodes costs the decodes two gaps where passes overlap. With d a pass of

@@ -15,7 +15,8 @@ from toolkit.estimators.laws import (
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.files.fit import Fit, MemoryFit
 from toolkit.files.modelled import refuse_fit
-from toolkit.sched.protocols import LatencyLaw, MemoryLaw
+from toolkit.sched.protocols import MemoryLaw
+from toolkit.sched.types import LatencyLaw
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ what mixes its tokens and what follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ACTIVATION_BYTES = 2  # of a number in bf16
 Gemm = tuple[str, float, float]  # [m, k] x [k, n]: the precision of the weights, n and k
@@ -12,7 +12,22 @@ PLAIN_NORMS = 2  # norms of a layer: before what mixes tokens, and before what f
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShapes:
+class MixerShapes:
+    """The sizes that all have that mix tokens.
+
+    Attributes:
+        heads: of queries; of linear attention, of values.
+        weights, out: precisions of what makes queries, keys and values, and of what makes the
+            output, keys of `WEIGHT_BYTES`.
+    """
+
+    heads: int
+    weights: str = field(default="bfloat16", kw_only=True)
+    out: str = field(default="bfloat16", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShapes(MixerShapes):
     """The sizes of grouped attention.
 
     Attributes:
@@ -23,11 +38,8 @@ class AttentionShapes:
         qk_norm: whether queries and keys are normalized.
         norm_reduces: all-reduces of one number per token that these norms need on several GPUs,
             where they span all heads.
-        weights, out: precisions of what makes queries, keys and values, and of what makes the
-            output, keys of `WEIGHT_BYTES`.
     """
 
-    heads: int
     kv_heads: int
     head_dim: int
     value: int
@@ -35,8 +47,6 @@ class AttentionShapes:
     gate: int = 0
     qk_norm: bool = False
     norm_reduces: int = 0
-    weights: str = "bfloat16"
-    out: str = "bfloat16"
 
     def kv_heads_of(self, ranks: int) -> int:
         """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
@@ -70,7 +80,7 @@ class IndexShapes:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentShapes:
+class LatentShapes(MixerShapes):
     """The sizes of multi-head latent attention.
 
     Attributes:
@@ -78,7 +88,6 @@ class LatentShapes:
         rope: numbers of a key with a position, which all heads share; cached, too.
         plain, value: of a head: numbers of a key without a position, and of a value.
         query_rank: latent numbers of the queries; 0: they are made of the hidden state.
-        weights, out: precisions, as in `AttentionShapes`.
         index: of sparse attention; None: all tokens are attended to.
     """
 
@@ -87,9 +96,6 @@ class LatentShapes:
     plain: int
     value: int
     query_rank: int = 0
-    heads: int = 0
-    weights: str = "bfloat16"
-    out: str = "bfloat16"
     index: IndexShapes | None = None
 
     def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
@@ -110,25 +116,22 @@ class LatentShapes:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaShapes:
-    """The sizes of gated delta-net attention, a linear attention with a state per request.
+class DeltaShapes(MixerShapes):
+    """The sizes of gated delta-net attention, a linear attention with a state per request. Two
+    numbers per head keep 16 bits.
 
     Attributes:
-        heads: of values; each has a state of `key_dim` times `value_dim` numbers.
         key_heads: of queries and of keys.
         kernel: tokens of the convolution before it.
+        key_dim, value_dim: numbers of a head; each has a state of their product.
         state_bytes: of a number of a state.
-        weights, out: precisions, as in `AttentionShapes`; two numbers per head keep 16 bits.
     """
 
-    heads: int
     key_heads: int
     key_dim: int
     value_dim: int
     kernel: int
     state_bytes: int = 4
-    weights: str = "bfloat16"
-    out: str = "bfloat16"
 
     @property
     def mixed(self) -> int:

@@ -399,8 +399,7 @@ class PassLaw(Stored):
         shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
         window = self.window
         if window:  # as if all rows were alike
-            if decodes:
-                shape.decode_inside = round(min(decode_cached, float(decodes * (window - 1))))
+            shape.decode_inside = round(min(decode_cached, float(decodes * (window - 1))))
             shape.prefill_inside = min(attended, new_tokens * window)
         return self.step_s(shape)
 

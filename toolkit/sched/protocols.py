@@ -1,4 +1,4 @@
-"""The laws of latency, memory and swaps that policies decide by, and policies of engines."""
+"""The laws of memory and swaps that policies decide by, and policies of engines."""
 
 from __future__ import annotations
 
@@ -9,54 +9,6 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from toolkit.sched.policies.base import Policy
-
-
-class LatencyLaw(Protocol):
-    """How long a pass and its parts take, in seconds (SCLS paper, Eq. 1-4).
-
-    N is the batch size and L the batch's padded input length in tokens. Laws are values: equal laws
-    give equal answers, so a law may cache what it derives.
-    """
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def prefill_emits_token(self) -> bool:
-        """Whether prefill gives the first output token; if so, S - 1 steps follow (Eq. 1-2)."""
-
-    def prefill_s(self, batch_size: int, input_length: float) -> float:
-        """T_prefill(N, L) in seconds, Eq. 3."""
-
-    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Seconds of `steps` decode steps after L tokens: sum of tau(L + i, N), i >= 1 (Eq. 2)."""
-
-    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """Coefficients t [3, max_batch_size + 1]: T_serve = t[0,N] + t[1,N] L + t[2,N] L^2.
-
-        Column 0 is unused. Laws with a flat part have two rows more: T_serve is the larger of this
-        and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
-        `prefill_emits_token`.
-        """
-
-    @property
-    def padded(self) -> bool:
-        """Whether every row costs as much as the longest. If not, L is the rows' mean length."""
-
-    @property
-    def round_s(self) -> float:
-        """Seconds of a pass besides prefills and steps: dispatch, result. 0: not measured."""
-
-    def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
-
-        It is T(N, end) - T(N, start) + T(N, 0): the first pass has the fixed cost of a batch.
-        """
-
-    def leave_s(self, length: float) -> float:
-        """Seconds to remove a row of about `length` tokens from a batch; 0: not measured."""
-
-    def times(self, factor: float) -> LatencyLaw:
-        """Return the law of an engine on which everything takes `factor` times as long."""
 
 
 class MemoryLaw(Protocol):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from toolkit.sched.protocols import LatencyLaw, SwapLaw
-from toolkit.sched.types import Job, Pass, Worker
+from toolkit.sched.protocols import SwapLaw
+from toolkit.sched.types import Job, LatencyLaw, Pass, Worker
 from toolkit.sched.view import View
 
 

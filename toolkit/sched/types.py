@@ -14,7 +14,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+import numpy as np
 from mypy_extensions import mypyc_attr
+from numpy.typing import NDArray
 
 from toolkit.sched.caches import ParkedCaches, RunningJobs
 from toolkit.sched.results import Failure as Failure
@@ -22,7 +24,7 @@ from toolkit.sched.results import PassResult as PassResult
 from toolkit.sched.waiting import WaitingJobs
 
 if TYPE_CHECKING:
-    from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
+    from toolkit.sched.protocols import MemoryLaw, SwapLaw
 
 NO_LIMIT: Final = 1 << 40
 # How newcomers join a padded batch: `engine.joining` of a recipe.
@@ -218,6 +220,59 @@ class Pass:
         self.stop_every = stop_every
         self.moves = moves
         self.chunk_tokens = chunk_tokens
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class LatencyLaw:
+    """How long a pass and its parts take, in seconds (SCLS paper, Eq. 1-4).
+
+    N is the batch size and L the batch's padded input length in tokens. Laws are values: equal laws
+    give equal answers, so a law may cache what it derives. It is a class, not a protocol: where
+    this module is compiled, a pass asks it several times.
+
+    Attributes:
+        prefill_emits_token: whether prefill gives the first output token; if so, S - 1 steps follow
+            (Eq. 1-2).
+        padded: whether every row costs as much as the longest. If not, L is the rows' mean length.
+        round_s: seconds of a pass besides prefills and steps: dispatch, result. 0: not measured.
+    """
+
+    prefill_emits_token: bool
+    padded: bool
+    round_s: float
+
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
+        """Return T_prefill(N, L), Eq. 3, with the constant cost of a batch."""
+        return self.pass_s(batch_size, 0.0, input_length)
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """Return the seconds of a prefill pass over columns `start` to `end` of N rows.
+
+        It is T(N, end) - T(N, start) + T(N, 0): the first pass has the fixed cost of a batch.
+        """
+        raise NotImplementedError
+
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
+        """Return the sum of tau(L + i, N) over i = 1..steps: decode steps after L tokens, Eq. 2."""
+        raise NotImplementedError
+
+    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
+        """Return T_serve of static batches as coefficients t [3, max_batch_size + 1] of 1, L and
+        L^2: T_serve = t[0,N] + t[1,N] L + t[2,N] L^2.
+
+        Column 0 is unused. Laws with a flat part have two rows more: T_serve is the larger of this
+        and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
+        `prefill_emits_token`.
+        """
+        raise NotImplementedError
+
+    def leave_s(self, length: float) -> float:
+        """Return the seconds to remove a row of about `length` tokens from a batch; 0: none."""
+        return 0.0
+
+    def times(self, factor: float) -> LatencyLaw:
+        """Return the law of an engine on which everything takes `factor` times as long."""
+        raise NotImplementedError
 
 
 class Worker:

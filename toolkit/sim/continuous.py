@@ -78,7 +78,7 @@ class ContinuousWorker(Decoding):
         self._stretches: list[Stretch] = []  # of the current pass
 
     def run(self, batch: Pass, now_s: float) -> float:
-        times = self._times
+        times = self._latency
         jobs = batch.jobs
         self._batch = batch
         self._start_s = now_s
@@ -127,9 +127,9 @@ class ContinuousWorker(Decoding):
         ran = due if due < batch.steps else batch.steps
         end_s = self._prefilled_s
         if ran:
-            end_s += self._times.decode_s(rows, length, ran)
+            end_s += self._latency.decode_s(rows, length, ran)
             if ran == due:
-                end_s += self._times.leave_s(length + ran)
+                end_s += self._latency.leave_s(length + ran)
         return Stretch(NO_CHUNKS, self._prefilled_s, ran, end_s, rows, length)
 
     def _end(self) -> None:
@@ -207,7 +207,7 @@ class ContinuousWorker(Decoding):
         `chunk_tokens` bounds a chunk; at 0 all chunks come before the first step.
         """
         newcomers = self._newcomers.copy()
-        times = self._times
+        times = self._latency
         chunk_tokens = batch.chunk_tokens
         # of the rows that will decode: how many, their keys, and the step at which the first ends
         rows = len(self._resident)
@@ -253,7 +253,7 @@ class ContinuousWorker(Decoding):
 
     def _steps_within(self, stretch: Stretch, now_s: float) -> int:
         """The number of a stretch's steps up to the first that ends at or after `now_s`."""
-        times = self._times
+        times = self._latency
         n = stretch.rows
         length = stretch.length
         ran = stretch.steps
@@ -274,7 +274,7 @@ class ContinuousWorker(Decoding):
         for number, stretch in enumerate(self._stretches):
             if stretch.steps >= steps:
                 if stretch.steps > steps:
-                    took_s = self._times.decode_s(stretch.rows, stretch.length, steps)
+                    took_s = self._latency.decode_s(stretch.rows, stretch.length, steps)
                     stretch.steps = steps
                     stretch.end_s = stretch.begin_s + (took_s if steps else 0.0)
                 del self._stretches[number + 1 :]
@@ -356,7 +356,7 @@ class ContinuousWorker(Decoding):
         if self._padded:
             ledger.pad_tokens += len(jobs) * batch.input_length - total
         mean = float(batch.input_length) if self._padded else total / len(jobs)
-        return self._times.prefill_s(len(jobs), mean)
+        return self._latency.prefill_s(len(jobs), mean)
 
     def _drop(self, job: Job) -> bool:
         """Drop the job's cache; False if it was cancelled before and has none."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.estimators.laws import BatchLaw
 from toolkit.sched.protocols import SwapLaw
 from toolkit.sched.queues import transfers_s
 from toolkit.sched.types import NO_LIMIT, Job, Moves
@@ -143,11 +142,8 @@ class Decoding(SimulatedWorker):
         # What few passes need comes first, so that the rest lies together, as in `Worker`.
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(world.swap, ledger)
-        latency = self._latency
-        assert isinstance(latency, BatchLaw)
-        self._times: BatchLaw = latency  # by its native type, since passes ask it several times
-        self._round_s: float = latency.round_s
-        self._padded: bool = latency.padded
+        self._round_s: float = self._latency.round_s
+        self._padded: bool = self._latency.padded
         self._in_slab = False  # whether memory is the number of rows x the longest row
         self._steps = 0  # decode steps since the start
         self._ends: list[DecodingRow] = []  # a heap; an entry is stale if its row has left
@@ -213,7 +209,7 @@ class Decoding(SimulatedWorker):
         """
         ledger = self._ledger
         gaps = self._gaps
-        times = self._times
+        times = self._latency
         n = len(self._resident)
         used = self.used + beside
         row_steps = n * ran

@@ -118,7 +118,7 @@ class SlabWorker(ContinuousWorker):
             super()._prefill(batch)
             if self._padded:
                 self._ledger.pad_tokens += running * (batch.input_length - 1)
-            seconds = self._times.prefill_s(running + len(batch.jobs), batch.input_length)
+            seconds = self._latency.prefill_s(running + len(batch.jobs), batch.input_length)
         else:
             seconds = self._prefill_apart(batch)
         n = len(self._resident)

@@ -14,8 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Pass, PassResult
+from toolkit.sched.types import LatencyLaw, Pass, PassResult
 from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut, TokenGaps
 
 if TYPE_CHECKING:

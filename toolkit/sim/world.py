@@ -30,8 +30,8 @@ from toolkit.routing.simple import RoundRobinRouter
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, choice, declared, parameter, validate
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
-from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
+from toolkit.sched.protocols import AnyPolicy, MemoryLaw, SwapLaw
+from toolkit.sched.types import NO_LIMIT, Joining, LatencyLaw, Request, Worker
 from toolkit.sim.fleet import Fleet
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.load import laws_from_fit
@@ -38,9 +37,8 @@ from toolkit.sched.policies import make_policy, refuse_oracle
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import from_words
 from toolkit.sched.policies.past_future import PastFuturePolicy
-from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import PassResult, Request, Worker
+from toolkit.sched.types import LatencyLaw, PassResult, Request, Worker
 
 PREFIX = "LLMCTL_VLLM_"
 POLICY_VARIABLE = "LLMCTL_VLLM_POLICY"
@@ -60,21 +58,13 @@ UNFIT_POLICIES = {
 }
 
 
-@dataclass(slots=True, frozen=True)
-class Untimed:
+class Untimed(LatencyLaw):
     """The law of an engine that was not measured: it knows the tokens of a step, not its time."""
 
-    prefill_emits_token: bool = False  # the first token comes from a prefill's last step
-    padded: bool = False
-    round_s: float = 0.0
-
-    def leave_s(self, length: float) -> float:
-        return 0.0
-
-    def _unknown(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("no fit was given, so times are unknown")
-
-    prefill_s = pass_s = decode_s = serve_table = times = _unknown
+    def __init__(self) -> None:
+        self.prefill_emits_token = False  # the first token comes from a prefill's last step
+        self.padded = False
+        self.round_s = 0.0
 
 
 @dataclass(slots=True, frozen=True)

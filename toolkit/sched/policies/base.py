@@ -15,8 +15,7 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import NO_LIMIT, Job, Moves, Pass, Worker
+from toolkit.sched.types import NO_LIMIT, Job, LatencyLaw, Moves, Pass, Worker
 from toolkit.sched.view import NOTHING, Decision, LengthHistory, View
 from toolkit.sched.waiting import Ranking
 

@@ -27,8 +27,7 @@ from toolkit.sched.policies.preemptive import (
     RankedRow,
     ranked,
 )
-from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Job, Worker
+from toolkit.sched.types import Job, LatencyLaw, Worker
 from toolkit.sched.waiting import NEVER, Ranking
 
 LONGEST_QUANTUM_TOKENS = 1 << 24  # a quantum that lasts longer counts as never used up

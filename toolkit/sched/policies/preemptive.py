@@ -38,9 +38,8 @@ from toolkit.sched.policies.base import (
     rows_parameter,
 )
 from toolkit.sched.policies.parameters import choice, parameter, policy
-from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.queues import transfers_s
-from toolkit.sched.types import Job, Moves, Pass, Worker
+from toolkit.sched.types import Job, LatencyLaw, Moves, Pass, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import RankedJobs, Ranking
 

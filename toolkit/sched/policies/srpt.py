@@ -7,8 +7,7 @@ from dataclasses import field
 
 from toolkit.sched.policies.parameters import policy
 from toolkit.sched.policies.preemptive import PreemptivePolicy
-from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Job
+from toolkit.sched.types import Job, LatencyLaw
 from toolkit.sched.waiting import Ranking
 
 
