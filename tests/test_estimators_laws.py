@@ -147,8 +147,6 @@ def test_algorithm_2_as_the_paper_prints_it():
     assert law.max_batch(np.array([100]), 28, 0.1).tolist() == [25], "less its reserve"
 
 
-def test_rules_that_do_not_descend_and_no_capacity_are_refused():
+def test_rules_that_do_not_descend_are_refused():
     with pytest.raises(InputError, match=r"length_above \[0, 512, 1024\]"):
         RuleMemory(DEEPSPEED_RULES[::-1])
-    with pytest.raises(InputError, match="0 tokens"):
-        ZetaMemory(0)

@@ -36,10 +36,6 @@ class ZetaMemory:
     zeta: float = 1.0
     workspace: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.capacity_tokens < 1:
-            raise InputError(f"memory: capacity of {self.capacity_tokens} tokens; at least 1")
-
     @property
     def usable_tokens(self) -> int:
         """zeta * capacity. It ignores a prefill's workspace: the rows that enter a round are a

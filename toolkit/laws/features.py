@@ -228,9 +228,7 @@ class Feature:
 
     def of(self, shape: StepShape, tokens: int, experts: float) -> float:
         """Return what it counts in a pass, 0 where it does not apply to the pass."""
-        if self.parts == (ALONE,) and shape.prefills:
-            return 0.0
-        if self.parts == (MIXED,) and not shape.prefills:
+        if self.parts == (ALONE if shape.prefills else MIXED,):
             return 0.0
         return number_of(self.number, shape, tokens, experts)
 
