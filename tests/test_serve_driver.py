@@ -142,8 +142,8 @@ async def test_a_cancelled_waiting_request_is_removed_at_once(driver: Driver, ha
     await turns()
     live = submit(driver, "second")
     assert driver.waiting == 1
-    driver.cancel(live)
-    driver.cancel(live)
+    driver.abort(live)
+    driver.abort(live)
     assert (driver.waiting, driver.scheduler.jobs) == (0, 1)
 
 

@@ -162,9 +162,9 @@ async def serve(
         driver.submit(live)
         crowd.append(live)
         if number == 4:
-            driver.cancel(crowd[0])
+            driver.abort(crowd[0])
         if number == 8:
-            driver.cancel(crowd[8])
+            driver.abort(crowd[8])
             workers.killed[max(workers.running, default=0)].set()
     stay = [k for k, said in enumerate(crowd) if said.status != "cancelled"]
     async with asyncio.timeout(30.0):

@@ -12,7 +12,6 @@ import re
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -73,7 +72,10 @@ def check_local_host(host: str, what: str = UNKEYED) -> None:
     Addresses and an empty Host pass, because no web page has them. `what` names what refuses.
     """
     name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
-    if not _is_local_name(name):
+    with suppress(ValueError):
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        return
+    if name.lower().rstrip(".") not in ("localhost", ""):
         raise ApiError(
             f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
             f"{'start it with an API key, or ' if what == UNKEYED else ''}"
@@ -81,12 +83,3 @@ def check_local_host(host: str, what: str = UNKEYED) -> None:
             status=403,
             code="host_refused",
         )
-
-
-@lru_cache(256)
-def _is_local_name(name: str) -> bool:
-    """Return whether a Host without its port is an address, localhost or nothing."""
-    with suppress(ValueError):
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        return True
-    return name.lower().rstrip(".") in ("localhost", "")

@@ -31,6 +31,7 @@ from toolkit.server.backend import ServerBackend, unknown_model
 from toolkit.server.background import Work
 from toolkit.server.metrics import families_of_requests, text_of
 from toolkit.server.options import ServerOptions
+from toolkit.server.process import is_loopback
 from toolkit.server.status import DATA, PAGE, StatusPage
 from toolkit.server.watched import follow
 
@@ -59,6 +60,7 @@ class Application:
         self._start_s = time.monotonic()
         self._created = int(time.time())
         self._local_paths: set[str] = set()
+        self._has_local_hosts = is_loopback(options.host) and not options.asks_key
         self.page: StatusPage | None = None
         self.tasks: dict[str, Work] = {
             "keys": lambda: follow(options.keys, self.renew_keys, options.say),
@@ -111,10 +113,10 @@ class Application:
         Without a key only open and local paths answer, and a client cannot learn which other routes
         exist.
 
-        A Host that is a name other than `localhost` gets 403 from local paths, and with
-        `local_hosts_only` from all routes but open ones. This protects a server of this machine
-        without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and
-        the browser then sends that name and lets the page read the answers.
+        A Host that is a name other than `localhost` gets 403 from local paths, and from a server of
+        this machine without a key from all routes but open ones. This protects such a server: a web
+        page may point a name of its own to this machine ("DNS rebinding"), and the browser then
+        sends that name and lets the page read the answers.
         """
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")  # only goes back in a header
@@ -140,7 +142,7 @@ class Application:
         """Raise ApiError if the request may not pass."""
         is_local = path in self._local_paths
         is_open = is_local or path in OPEN_PATHS
-        if is_local or (self.options.local_hosts_only and not is_open):
+        if is_local or (self._has_local_hosts and not is_open):
             what = "the status page" if is_local else UNKEYED
             check_local_host(headers.get("host", ""), what)
         if self._digests and not is_open:

@@ -189,11 +189,7 @@ class ServerBackend(ABC):
         if waiting + choices > limit:
             self.stats.refusals[QUEUE_FULL] += 1
             text = f"{waiting} requests wait; with {choices} more it would exceed {limit}"
-            raise overloaded(text, retry_after_s(self.expected_wait_s()))
-
-    def expected_wait_s(self) -> float:
-        """Return the seconds that a new request would wait."""
-        return RETRY_AFTER_S
+            raise overloaded(text)
 
 
 def check_json(headers: Headers) -> None:

@@ -102,7 +102,7 @@ class Driver:
         """Stop the workers. Requests that have not ended fail."""
         self.state = "stopped"
         for active in list(self._active.values()):
-            self._abort(active, "failed", SHUTTING_DOWN)
+            self.abort(active, "failed", SHUTTING_DOWN)
         for handle in (self._next_tick, self._wake):
             if handle:
                 handle.cancel()
@@ -128,17 +128,16 @@ class Driver:
         if timeout_s < math.inf:
             late = f"{TIMED_OUT}, {timeout_s:g} s after it came"
             loop = asyncio.get_running_loop()
-            active.deadline = loop.call_later(timeout_s, self._abort, active, "failed", late)
+            active.deadline = loop.call_later(timeout_s, self.abort, active, "failed", late)
         self._tick_later()
         return None
 
-    def cancel(self, active: LiveRequest) -> None:
-        """The client has disconnected. A running row ends with its pass, or earlier."""
-        if not active.status:
-            self._abort(active, "cancelled")
-
-    def _abort(self, active: LiveRequest, status: Status, failure: str = "") -> None:
-        """End a request before its last token. The scheduler sees a cancellation."""
+    def abort(self, active: LiveRequest, status: Status = "cancelled", failure: str = "") -> None:
+        """End a request before its last token, where its client has left, or for a `failure`. The
+        scheduler sees a cancellation; a running row ends with its pass, or earlier.
+        """
+        if active.status:
+            return
         self.scheduler.cancel(active.request_id, self.now_s)
         self._cancel_row(active)
         self._end(active, status, failure)
@@ -158,7 +157,6 @@ class Driver:
         del self._active[active.request_id]
         if active.deadline:
             active.deadline.cancel()
-            active.deadline = None
         self.stats.count_end(status, active.times, len(active.tokens))
         if self.on_end:
             self.on_end(active)

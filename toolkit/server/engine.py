@@ -162,7 +162,7 @@ class EngineBackend(ServerBackend):
     def _cancel(self, reply: Reply) -> None:
         """Cancel all requests of a reply. It has no effect on ended ones."""
         for active in reply.requests:
-            self.driver.cancel(active)
+            self.driver.abort(active)
 
     def check_open(self) -> None:
         super().check_open()
@@ -178,9 +178,6 @@ class EngineBackend(ServerBackend):
         if excess_s:
             self.stats.refusals[LATE] += 1
             raise late(predicted, excess_s)
-
-    def expected_wait_s(self) -> float:
-        return self.driver.forecast.predict(self.driver.now_s).ttft_s
 
     def _admit(self, asked: EngineRequest) -> None:
         """Raise `ApiError` for a request that is refused."""

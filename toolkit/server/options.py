@@ -14,7 +14,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.server.access import Keys, read_keys
-from toolkit.server.process import Manager, is_loopback
+from toolkit.server.process import Manager
 from toolkit.server.watched import Watched, watched_file
 
 MAX_BODY_BYTES = 8 << 20
@@ -121,8 +121,3 @@ class ServerOptions:
     @property
     def asks_key(self) -> bool:
         return bool(self.keys.value)
-
-    @property
-    def local_hosts_only(self) -> bool:
-        """Whether a Host header with a name other than localhost gets 403."""
-        return is_loopback(self.host) and not self.asks_key

@@ -54,7 +54,7 @@ from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
 from toolkit.server.own_replicas import OwnReplicas, StartServer
 from toolkit.server.prompt_blocks import PromptGauge
-from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
+from toolkit.server.relay import NO_REPLICA, RETRY_BURST, RelayedRequest
 from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.server.stats import Stats
 from toolkit.server.status import facts_of
@@ -77,6 +77,7 @@ class PoolBackend(ServerBackend):
             pool is filled by other code.
 
     Attributes:
+        retries_left: how often answers of 500 and above may be asked for again.
         continued: answers that went on at another replica.
         stopped: what still runs ends with an error.
     """
@@ -96,7 +97,7 @@ class PoolBackend(ServerBackend):
         self.pool = pool
         self.balancer = pool.balancer
         self.gauge = PromptGauge(options.block_tokens or BLOCK_TOKENS)
-        self.budget = RetryBudget()
+        self.retries_left = RETRY_BURST
         self.continued = 0
         self.stopped = False
         self.numbers = count(1)  # of the requests

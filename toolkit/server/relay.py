@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 4  # attempts in a row that failed without a new token, of one request
-RETRY_SHARE = 0.2  # of all requests may be tried again after an answer of 500 and above
+# After an answer of 500 and above this share of the requests may be tried again, and so many more.
+RETRY_SHARE = 0.2
 RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
 ELSEWHERE = (*BUSY, *NOT_SERVED)  # also where it lacks what another one may have
@@ -42,23 +43,6 @@ MAX_LOGGED_ROWS = 1024  # of one request; servers accept fewer
 UNCOUNTED = "uncounted"  # in the log: it was served, and its server told no usage
 PASSED_BACK = (b"content-type", b"retry-after", b"x-should-retry")
 NO_REPLICA = "no replica is up"
-
-
-class RetryBudget:
-    """How often answers with errors may be asked for again: a share of the requests, and a few."""
-
-    def __init__(self) -> None:
-        self._left = RETRY_BURST
-
-    def request(self) -> None:
-        self._left = min(self._left + RETRY_SHARE, RETRY_BURST)
-
-    def take(self) -> bool:
-        """Whether there is one left; it is used then."""
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
 
 
 class AttemptFailedError(Exception):
@@ -126,8 +110,9 @@ class RelayedRequest:
     async def answer(self, send: Send) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
         self._send = send
-        self._backend.budget.request()
-        limit_s = self._backend.options.request_timeout_s
+        backend = self._backend
+        backend.retries_left = min(backend.retries_left + RETRY_SHARE, RETRY_BURST)
+        limit_s = backend.options.request_timeout_s
         try:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                 await self._until_answered()
@@ -272,6 +257,7 @@ class RelayedRequest:
 
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """End the request with the error that a replica answered, or raise `AttemptFailedError`."""
+        backend = self._backend
         content = await self._whole(replica, answer)
         status = answer.status
         why = f"it answered {status}"
@@ -279,19 +265,25 @@ class RelayedRequest:
             raise AttemptFailedError(why, counts=status not in BUSY)
         self._refusal = status, kept_headers(answer), content
         is_elsewhere = status in ELSEWHERE
-        if is_elsewhere or (status >= 500 and self._backend.budget.take()):
+        is_retried = not is_elsewhere and status >= 500 and backend.retries_left >= 1.0
+        backend.retries_left -= is_retried
+        if is_elsewhere or is_retried:
             raise AttemptFailedError(why, counts=not is_elsewhere)
         await self._send_whole(f"HTTP {status}", self._refusal)
 
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """Pass a stream. The head goes with its first bytes: before them all may begin anew."""
+        backend = self._backend
         merged = self._merged
         now_s = time.monotonic
         async for piece in in_parts(answer.body()):
             out = merged.feed(piece)
             self.heard_s = replica.heard_s = now_s()
             if merged.new_tokens:
-                self._count_tokens(merged.new_tokens, self.heard_s)
+                if not self._has_token:
+                    self._has_token = True
+                    backend.balancer.first_token(self._id, self.heard_s)
+                backend.stats.count_tokens(merged.new_tokens, self.times, self.heard_s)
             if out:
                 self.must_follow = False  # the client is waited for
                 await self._send_piece(answer, out)
@@ -305,14 +297,6 @@ class RelayedRequest:
         if last:
             await self._send_piece(answer, last)
         await self._close_stream(b"")
-
-    def _count_tokens(self, tokens: int, at_s: float) -> None:
-        """Tokens came."""
-        backend = self._backend
-        if not self._has_token:
-            self._has_token = True
-            backend.balancer.first_token(self._id, at_s)
-        backend.stats.count_tokens(tokens, self.times, at_s)
 
     async def _send_piece(self, answer: UpstreamAnswer, piece: bytes) -> None:
         """Send a piece of the answer's body, behind its head."""

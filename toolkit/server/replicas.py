@@ -188,8 +188,6 @@ class ReplicaPool:
         new = [url for url in wanted if url not in known]
         gone = [one for one in self.replicas if one.url not in wanted]
         for replica in gone:
-            if replica.up:
-                _logger.info("replica %s is no longer listed", replica.url)
             self.remove(replica)
         for url in new:
             self.add(url)
