@@ -141,9 +141,7 @@ class EngineCompletion(EngineRequest, frozen=True, kw_only=True):
 
     @property
     def prompt_count(self) -> int:
-        given = self.prompt
-        is_one = isinstance(given, str) or not given or isinstance(given[0], int)
-        return 1 if is_one else len(given)
+        return len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -195,8 +193,8 @@ def read_engine_request(body: bytes, *, chat: bool) -> EngineRequest:
         request = msgspec.convert(fields, EngineCompletion)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
-    prompts_of(request.prompt, MAX_PROMPTS)
-    return request
+    # A prompt of many ids is looked through once.
+    return msgspec.structs.replace(request, prompt=prompts_of(request.prompt, MAX_PROMPTS))
 
 
 def refuse_unsupported(data: Json, harmless: Mapping[str, tuple[object, ...]]) -> None:
