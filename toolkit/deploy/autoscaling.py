@@ -2,9 +2,9 @@
 
 An `Autoscaling` has a rule with its parameters, bounds, and how fast the number may change, each
 with its reason. `of_rule` makes it of the rule of a plan; a plan without a rule is scaled by its
-queue (`of_queue`). The templates in `kubernetes/autoscaling/` write what the rule reads, in PromQL:
-a query of Prometheus whose value over a threshold is the number of pods, for KEDA, or a metric of
-each pod that a HorizontalPodAutoscaler brings to a target.
+queue (`of_queue`). The templates in `kubernetes/autoscaling/` write what the rule reads, in PromQL.
+KEDA gets a query: its value over a threshold is the number of pods. A HorizontalPodAutoscaler gets
+a metric of each pod, and brings it to a target.
 
 The queue at which first tokens come too late is no threshold: admission refuses requests there, so
 the queue stays below it. So the threshold is half of that queue. Rule `by-law` also knows what

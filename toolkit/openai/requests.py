@@ -103,7 +103,7 @@ class RequestFields(CommonFields):
 
 
 class ResponseFields(CommonFields):
-    """Further fields of /v1/responses, and of paths whose answers are not read."""
+    """Further fields of /v1/responses, and of other paths: their answers are not read."""
 
     max_output_tokens: Number | None = None
     input: str | list[Raw] | None = None
