@@ -119,8 +119,8 @@ def test_one_line_says_what_is_the_recipe_s(replicas, capsys):
         return [line for line in lines if line.startswith("recipe one: ")]
 
     [line] = said("")
-    for word in ("policy vllm", "max_num_seqs 32", "router by-law", "ttft_p99_s 0.5", "seed 5"):
+    for word in ("vllm.max_num_seqs 32", "router by-law", "ttft_p99_s 0.5", "seed 5"):
         assert word in line
     [line] = said("--policies fcfs --seed 1")
-    assert all(word not in line for word in ("policy", "router"))
+    assert all(word not in line for word in ("vllm", "router"))
     assert "seed 1" in line

@@ -17,13 +17,12 @@ import typer
 
 import toolkit
 from toolkit.errors import InputError
-from toolkit.files.io import overwriting, shipped_fits
+from toolkit.files.io import check_writable, overwriting, shipped_fits
 from toolkit.files.recipe import (
     MAX_WORKERS,
     MORE_WORKERS,
     WORKERS_LIMIT,
     Recipe,
-    ScalingSpec,
     sla_problem,
 )
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
@@ -125,8 +124,8 @@ def command_of(
 
 
 def keep_inputs(values: Mapping[str, object]) -> None:
-    """Check that a command with these parameters writes over none of the files that it reads, also
-    behind links. `InputError` names the output.
+    """Check that a command with these parameters can write its outputs, and writes over none of the
+    files that it reads, also behind links. `InputError` names the output.
 
     Files that the command finds by itself are checked where they are written (`write_file`).
     """
@@ -136,6 +135,8 @@ def keep_inputs(values: Mapping[str, object]) -> None:
             raise InputError(f"{out}: two outputs would be the same file", "name two files")
     inputs = [file for name in values if name not in OUTPUTS for file in _files(name, values[name])]
     for out in outputs:
+        if not values.get("target"):  # with it, the output of `render` is a folder
+            check_writable(out)
         if os.path.isfile(out) and any(os.path.samefile(out, file) for file in inputs):
             raise overwriting(out)
 
@@ -200,7 +201,6 @@ class JsonOptions:
 
 
 _traffic = partial(option, rich_help_panel="Requests and workers")
-_access = partial(option, rich_help_panel="Access to the server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,6 @@ class ScenarioOptions(JsonOptions):
         "--set",
         metavar="KEY=VALUE",
     )
-    api_key: str = _access("", "The API key of the server.", envvar="LLMCTL_API_KEY")
     force: bool = option(
         False,
         "Go on although the fit or the plan is for another recipe, device, engine, version or "
@@ -278,7 +277,9 @@ class ScenarioOptions(JsonOptions):
 
 
 def open_recipe(path: Path) -> Recipe:
-    """Read a recipe and check its policy. `InputError` names the nearest policy or parameter."""
+    """Read a recipe, and check its policy and its scaling rule. Raises InputError for one that does
+    not exist, or has no such parameter, with the nearest name.
+    """
     from toolkit.sched.policies import make_any
 
     recipe = load_recipe(path)
@@ -287,21 +288,15 @@ def open_recipe(path: Path) -> Recipe:
     except InputError as error:
         raise InputError(f"{path.name}: policy: {error.message}", error.hint) from None
     if recipe.scale is not None:
-        check_scaling(path.name, recipe.scale.scaling)
+        from toolkit.scaling.rules import make_behaviour, make_rule
+
+        chosen = recipe.scale.scaling
+        try:
+            make_rule(chosen.rule, chosen.parameters)
+            make_behaviour(chosen.behaviour)
+        except InputError as error:
+            raise InputError(f"{path.name}: scale: {error.message}", error.hint) from None
     return recipe
-
-
-def check_scaling(name: str, chosen: ScalingSpec) -> None:
-    """Raise InputError for a scaling rule, or a parameter of it or its behaviour, that does not
-    exist or is beyond its limits; `name` is the file's.
-    """
-    from toolkit.scaling.rules import make_behaviour, make_rule
-
-    try:
-        make_rule(chosen.rule, chosen.parameters)
-        make_behaviour(chosen.behaviour)
-    except InputError as error:
-        raise InputError(f"{name}: scale: {error.message}", error.hint) from None
 
 
 def names_in(option: str, listed: str | None) -> list[str] | None:

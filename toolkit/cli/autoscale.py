@@ -22,7 +22,7 @@ from toolkit.cli.scenario import Scenario
 from toolkit.cli.tune import MAX_JOBS
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
-from toolkit.files.io import check_writable, head, usable_cpus, write_file, write_text
+from toolkit.files.io import head, usable_cpus, write_file, write_text
 from toolkit.files.recipe import MAX_TRIALS, Recipe, ScaleSpec
 from toolkit.files.scaling import ScalingResult
 from toolkit.report.steps import fit_option, typed
@@ -91,9 +91,6 @@ def command(args: AutoscaleOptions) -> None:
     spec = _spec(args, recipe)
     trace = _trace(scenario, spec)
     keep_inputs({**scenario.inputs, "out": args.out})
-    for path in (args.out, args.html):
-        if path is not None:
-            check_writable(path)
     note_trace(trace)
     settings = scenario.own_settings or deployment.settings
     deployment = fleet_deployment(

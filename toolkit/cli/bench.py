@@ -31,7 +31,7 @@ from toolkit.report.steps import typed
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
-    from toolkit.bench.session import ReplaySetup, RequestSettings
+    from toolkit.bench.session import ReplaySetup
     from toolkit.traces.types import Trace
 
 # No thread draws it beside the replay: one that holds Python's lock would stop the client.
@@ -96,10 +96,11 @@ class BenchOptions(ScenarioOptions):
         "Send a session's later turns at the trace's times (open), or when the turn before has "
         "ended and been thought about (closed). Default: closed, if the trace has sessions.",
     )
+    api_key: str = _server("", "The API key of the server.", envvar="LLMCTL_API_KEY")
     model: str | None = _server(None, "The model's name; default: the first that the server lists.")
 
 
-@command_of(BenchOptions, "plan", "trace", "sla", "force", "rate", "concurrency", "api_key")
+@command_of(BenchOptions, "plan", "trace", "sla", "force", "rate", "concurrency")
 def bench(args: BenchOptions) -> None:
     """Replay a trace against a running server, and print measured values beside the plan's
     predictions: as fitted, and at the speed that a warm-up shows.
@@ -114,7 +115,15 @@ def bench(args: BenchOptions) -> None:
     """
     from toolkit.bench.rates import held_out_window, rate_notes
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, RequestSettings, hold, refuse_late, unused_seed
+    from toolkit.bench.session import (
+        Measurement,
+        RequestSettings,
+        hold,
+        prepare_replay,
+        refuse_late,
+        unused_seed,
+    )
+    from toolkit.endpoints.target import find_target
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
@@ -137,7 +146,10 @@ def bench(args: BenchOptions) -> None:
         args.loop,
         concurrency=scenario.concurrency,
     )
-    setup = _prepare_replay(args, trace, planned, settings)
+    address = args.url or (plan_address(planned) if planned else LOCAL)
+    served_model = args.model or (planned.recipe.engine.served_model if planned else None)
+    target = find_target(address, served_model, args.api_key)
+    setup = prepare_replay(target, trace, planned, settings, warn if args.force else None)
     note(*setup.notes)
     try:
         if args.load is not None:
@@ -179,22 +191,6 @@ def bench(args: BenchOptions) -> None:
     refuse_late(result)
     if args.max_error is not None:
         hold(((row.metric, row.error_percent) for row in result.compared), args.max_error)
-
-
-def _prepare_replay(
-    args: BenchOptions,
-    trace: Trace,
-    planned: Plan | None,
-    settings: RequestSettings,
-) -> ReplaySetup:
-    """The server, and the requests as they can be replayed against it."""
-    from toolkit.bench.session import prepare_replay
-    from toolkit.endpoints.target import find_target
-
-    address = args.url or (plan_address(planned) if planned else LOCAL)
-    served_model = args.model or (planned.recipe.engine.served_model if planned else None)
-    target = find_target(address, served_model, args.api_key)
-    return prepare_replay(target, trace, planned, settings, warn if args.force else None)
 
 
 def _at_load(load: float, plan: Plan | None, setup: ReplaySetup, about_s: float) -> ReplaySetup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +24,7 @@ from toolkit.cli.scenario import Scenario, computed_fit
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
-from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
+from toolkit.files.io import read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning, changes_in_words
@@ -115,17 +115,16 @@ def command(args: CapacityOptions) -> None:
     from toolkit.tuning.deployments import capacity_of, check_sharing, variants_of
     from toolkit.tuning.executor import ProcessPool, QuickestRunner, collect
 
-    if args.html:
-        check_writable(args.html)
     scenarios = _scenarios(args)
     prices = _for_each(args, "--price", args.price)
     tuning = read_file(Tuning, args.tuning) if args.tuning else None
     seen = _seen(args, scenarios)
     variants: list[Variant] = []
+    traces: list[Trace] = []
     for one, usd in zip(scenarios, prices, strict=True):
         changed = _priced(one.deployment.recipe, usd)
         fit = one.deployment.fit
-        variants += variants_of(
+        own = variants_of(
             changed,
             fit,
             tuning=tuning if tuning and tuning.recipe_name == changed.name else None,
@@ -133,8 +132,9 @@ def command(args: CapacityOptions) -> None:
             routers=names_in("--routers", args.routers) or (),
             slowdown=seen,
         )
-        variants += _also(args, one, changed, seen)
-    traces = _traces(args, variants)
+        own += _also(args, one, changed, seen)
+        variants += own
+        traces += [one.fitted_trace()] * len(own)
     for variant, trace in zip(variants, traces, strict=True):
         check_sharing(variant, trace)
     note_trace(traces[0])
@@ -257,17 +257,6 @@ def _priced(recipe: Recipe, usd: float | None) -> Recipe:
     of_worker = {"usd_per_hour": usd * recipe.engine.tensor_parallel_size}
     hardware = recipe.hardware.model_copy(update=of_worker)
     return recipe.model_copy(update={"hardware": hardware})
-
-
-def _traces(args: CapacityOptions, variants: Sequence[Variant]) -> list[Trace]:
-    """Read the requests of each variant, with the lengths that its recipe takes; a file once."""
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
-    from toolkit.traces.windows import prepare
-
-    read = cache(lambda path: read_trace(path)[0])
-    recipes = [one.deployment.recipe for one in variants]
-    return [prepare(read(trace_path(args.trace or one.tune.trace)), one) for one in recipes]
 
 
 def _plain(found: FoundCapacity, trace: Trace) -> CapacityOf:

@@ -27,7 +27,7 @@ from toolkit.cli.output import emit, note, progress, show, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.io import check_writable, head, read_file, write_file
+from toolkit.files.io import head, read_file, write_file
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.report.parts import Sheet
@@ -73,7 +73,6 @@ def profile(args: ProfileOptions) -> None:
 
     recipe = args.recipe
     out = args.out
-    check_writable(out)
     loaded = open_recipe(recipe).measured
     others = OtherLoad()
     if args.analytic:

@@ -11,7 +11,7 @@ from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note
-from toolkit.files.io import check_writable, keep_sources, write_text
+from toolkit.files.io import keep_sources, write_text
 from toolkit.units import size
 
 
@@ -37,7 +37,6 @@ def command(
     from toolkit.report.material import gather
     from toolkit.report.page import report
 
-    check_writable(out)
     material = gather(source)
     keep_sources(out, {file.sha256 for file in material.sources})
     page = report(material)

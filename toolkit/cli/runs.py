@@ -31,7 +31,7 @@ from toolkit.sim.world import (
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate
 from toolkit.tuning.capacity import lasts_long_enough, longest_wait_s
-from toolkit.units import bracketed, counted, number, words
+from toolkit.units import counted, number, words
 
 ALL = "all"  # of policies, or of routers
 
@@ -107,13 +107,11 @@ def contenders(
             given["replica_router"] = router
         # without a router of its own, a policy runs once
         here = [one for one in names if one in BUILT_IN or router in ("", *routers[:1])]
-        front = _own_front(scenario, here, given)
-        own = _own_parameters(scenario, here, given)
+        own = _own_words(scenario, here, given)
         if not found:
-            _note_recipe(scenario, front, own)
-        of_world, of_policy = assign_settings(here, {**front, **(own or {}), **given})
-        chosen = {**given, **front}
-        of_others = {k: v for k, v in of_world.items() if k in settings or k not in chosen}
+            _note_recipe(scenario, own)
+        of_world, of_policy = assign_settings(here, {**own, **given})
+        of_others = {k: v for k, v in of_world.items() if k in settings}
         for name in here:
             own_world = of_world if name in BUILT_IN else of_others
             found.append(_contender(scenario, trace, name, own_world, of_policy[name]))
@@ -143,53 +141,42 @@ def _contender(
     return Contender(policy_for(scenario.fit, name, of_policy), world, router)
 
 
-def _own_front(
+def _own_words(
     scenario: Scenario, names: Sequence[str], given: Mapping[str, Value]
 ) -> dict[str, Value]:
-    """Return the own router before replicas and whether their front refuses, as `--set` takes them;
-    no router where another one is `given`.
+    """Return the own settings that are not `given`, as `--set` takes them: the parameters of the
+    own policy, if it is among `names`; before replicas their router, and whether their front
+    refuses.
     """
     own = scenario.own_settings
-    if own is None or not BUILT_IN.keys() & names:
-        return {}
-    front: dict[str, Value] = {"admission": "targets"} if scenario.refuses else {}
-    router = own.replica_router
-    if router and given.get("replica_router", router.name) == router.name:
-        front["replica_router"] = router.name
-        front |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
-    return front
+    found: dict[str, Value] = {}
+    if own is None:
+        return found
+    if own.policy in names:
+        parameters = {f"{own.policy}.{key}": value for key, value in own.parameters.items()}
+        found |= {
+            name: value
+            for name, value in parameters.items()
+            if not {name, name.rpartition(".")[2]} & given.keys()
+        }
+    if BUILT_IN.keys() & names:
+        router = own.replica_router
+        if router and given.get("replica_router", router.name) == router.name:
+            found["replica_router"] = router.name
+            found |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+        if scenario.refuses:
+            found["admission"] = "targets"
+    return found
 
 
-def _own_parameters(
-    scenario: Scenario, names: Sequence[str], given: Mapping[str, Value]
-) -> dict[str, Value] | None:
-    """Return the parameters of the own policy that are not `given`, as `--set` takes them; None:
-    the policy is not among `names`.
-    """
-    own = scenario.own_settings
-    if own is None or own.policy not in names:
-        return None
-    return {
-        f"{own.policy}.{key}": value
-        for key, value in own.parameters.items()
-        if not {key, f"{own.policy}.{key}"} & given.keys()
-    }
-
-
-def _note_recipe(
-    scenario: Scenario, front: Mapping[str, Value], own: Mapping[str, Value] | None
-) -> None:
+def _note_recipe(scenario: Scenario, own: Mapping[str, Value]) -> None:
     """Print in one line what the recipe and the options say."""
     recipe = scenario.recipe
     if recipe is None or scenario.tuning:
         return
-    said = [counted(scenario.workers, "worker"), f"seed {scenario.seed}"]
+    said = [words(own)] if own else []
+    said += [counted(scenario.workers, "worker"), f"seed {scenario.seed}"]
     said.append(f"targets {words(scenario.targets)}" if scenario.targets else "no targets")
-    if own is not None:
-        flags = {name.rpartition(".")[2]: value for name, value in own.items()}
-        said.insert(0, f"policy {own_policy(scenario)}{bracketed(words(flags))}")
-    if "replica_router" in front:
-        said.append(f"router {front['replica_router']}")
     note(f"recipe {recipe.name}: {'; '.join(said)}")
 
 

@@ -29,7 +29,6 @@ from toolkit.cli.output import emit, note, paragraph
 from toolkit.cli.scenario import Scenario
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.io import check_writable
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import broken
 from toolkit.report.steps import typed
@@ -41,12 +40,10 @@ if TYPE_CHECKING:
 
 OWN_SERVER = ": it has a server of its own"
 
-_plan = partial(option, rich_help_panel="What runs")
-_replicas = partial(option, rich_help_panel="Replicas")
+_runs = partial(option, rich_help_panel="What runs")
 _network = partial(option, rich_help_panel="Network and access")
 _load = partial(option, rich_help_panel="Overload and shutdown")
 _watch = partial(option, rich_help_panel="Logs, metrics and checks")
-_live = partial(option, rich_help_panel="Live settings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +52,20 @@ class ServeOptions(ScenarioOptions):
         "The plan to serve, from `llmctl render`.",
         metavar="PLAN.json",
     )
-    ray: str = _plan(
+    ray: str = _runs(
         "",
         "Run the workers on a Ray cluster: a new one on this machine (local), the one that runs on "
         "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
-    replica: list[str] | None = _replicas(
+    replica: list[str] | None = _runs(
         None,
         "Serve through this server, which runs already; again for each further one. Or through the "
         "servers of a list that may change: a file with a URL on each line, or all addresses of a "
         "DNS name.",
         metavar="URL|FILE|dns://NAME:PORT",
     )
-    router: str = _replicas(
+    router: str = _runs(
         "",
         "What chooses a request's replica; default: the plan's, else round-robin.",
     )
@@ -129,7 +126,7 @@ class ServeOptions(ScenarioOptions):
         "the server listens on this machine alone.",
         "--status-page/--no-status-page",
     )
-    live: bool = _live(
+    live: bool = _runs(
         False,
         "Engine vllm: let settings change while it serves (`llmctl set`), up to the bounds of the "
         "search (`llmctl tune --live`).",
@@ -247,8 +244,6 @@ def _options(
     if len(keys.value) > 1 and traits_of(engine).server and not has_replicas:
         text = f"engine {engine} has one key{OWN_SERVER}"
         raise InputError(text, "name a file with one key")
-    if args.pass_log is not None:
-        check_writable(args.pass_log)
     name = model_name(plan)
     router = ""
     if has_replicas:
@@ -332,9 +327,8 @@ class Announcement(ExitStack):
 
     def _facts(self) -> dict[str, object]:
         plan = self._plan
-        if self._options.router:
-            return {"router": self._options.router}
         return {
+            "router": self._options.router or None,
             "workers": plan.workers,
             "policy": plan.settings.policy,
             "parameters": plan.settings.parameters,

@@ -26,7 +26,6 @@ from toolkit.cli.scenario import Scenario
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.io import (
     EnvelopeFields,
-    check_writable,
     head,
     usable_cpus,
     write_file,
@@ -146,7 +145,6 @@ def command(args: TuneOptions) -> None:
     inputs = TuneInputs(recipe, fit, traced)
     search_settings(inputs.recipe, fit)  # refuses what cannot be searched
     note_trace(traced.windows.trace)
-    check_writable(args.out)
     made_from = head(scenario.inputs | {"trace": scenario.trace_file})
     journal = _journal(args.out, inputs, made_from)
     result = _searched(args, inputs, made_from, journal)

@@ -2,7 +2,7 @@
 
 A file that is about another fit, or cannot be read, is left out; the page says why, and which
 command makes it again. `llmctl bench --out` takes any name, so benches, any number of them, are
-found by their content. The last section of the page, the files, is here too.
+found by their content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
-from toolkit.report.parts import Cell, Sheet, Table
 from toolkit.report.steps import recipe_of, typed
 from toolkit.units import counted
 
@@ -234,13 +233,3 @@ def _source(role: str, path: Path) -> SourceFile:
     source = digest(path)
     day = datetime.fromtimestamp(path.stat().st_mtime, UTC).date()
     return SourceFile(role, source.name, source.sha256, day.isoformat())
-
-
-def environment_section(files: Material) -> Sheet:
-    """Where the numbers come from: files with their digests."""
-    section = Sheet("origin", "Made from these files; another digest is another file.")
-    rows: list[tuple[Cell, ...]] = [
-        (file.role, file.name, file.date, file.sha256) for file in files.sources
-    ]
-    section.tables.append(Table("Files", ["role", "name", "date", "sha256"], rows))
-    return section

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import toolkit
 from toolkit.files.tuning import Limit, Outcome, broken
-from toolkit.report.material import BenchResult, Material, environment_section
+from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
     Badge,
     Cell,
@@ -168,12 +168,20 @@ def _shares(promise: Promise) -> Figure:
 
 def report(files: Material) -> str:
     """The page as HTML. The same files give the same text."""
+    sources: list[list[Cell]] = [
+        [one.role, one.name, one.date, one.sha256] for one in files.sources
+    ]
+    files_table = Table("Files", ["role", "name", "date", "sha256"], sources)
     sections = [
         summary_section(files),
         bench_section(files),
         tuning_section(files),
         fit_section(files),
-        environment_section(files),
+        Sheet(
+            "origin",
+            "Made from these files; another digest is another file.",
+            tables=[files_table],
+        ),
     ]
     return render_page(files.recipe.name, files.recipe.description, sections, files.made)
 

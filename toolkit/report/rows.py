@@ -176,7 +176,6 @@ def tuning_tables(result: Tuning, metrics: Iterable[str]) -> list[Table]:
         heads = [f"{_short(before)}, default", f"{_short(after)}, best"]
     about = f"predicted on {result.judged.requests:,} requests of the trace"
     limits = [[one.name, one.allowed(), one.prediction(), one.kept] for one in result.limits]
-    what = "the recipe's settings" if result.keep_defaults else "the best settings"
     swings: list[list[Cell]] = []
     for swept in result.sensitivity:
         over = f"{word(swept.values[0])} .. {word(swept.values[-1])}"
@@ -194,13 +193,22 @@ def tuning_tables(result: Tuning, metrics: Iterable[str]) -> list[Table]:
             ["metric", *(f">{name}" for name in heads), ">change"],
             _changes(result, metrics),
         ),
-        Table(f"{what} beside the limits", ["limit", ">allowed", ">predicted", "kept"], limits),
+        Table(
+            f"{which_settings(result)} beside the limits",
+            ["limit", ">allowed", ">predicted", "kept"],
+            limits,
+        ),
         Table(
             "how far goodput moves with one parameter",
             ["parameter", ">goodput swing", "over"],
             swings,
         ),
     ]
+
+
+def which_settings(result: Tuning) -> str:
+    """Return which settings a tuning recommends."""
+    return "the recipe's settings" if result.keep_defaults else "the best settings"
 
 
 def _policies(result: Tuning) -> Table:

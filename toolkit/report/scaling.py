@@ -14,7 +14,7 @@ from toolkit.report.parts import (
     chart,
     metric_name,
 )
-from toolkit.units import bracketed, counted, number, seconds
+from toolkit.units import bracketed, counted, number, seconds, word
 
 HOUR_S = 3600.0
 
@@ -78,10 +78,6 @@ def _rules(result: ScalingResult) -> Table:
         state = "kept" if one.kept else "broken"
         rows.append([one.rule, state, *cost, one.replicas_mean, one.replicas_max, used])
     columns = ["rule", "targets", ">GPU-hours", ">USD", ">replicas", ">most", "nearest limit"]
-    if all(row[3] is None for row in rows):
-        columns.pop(3)
-        for row in rows:
-            row.pop(3)
     about = bracketed(result.trace.changes)
     title = (
         f"a day of {result.trace.source}{about}: {result.trace.requests:,} requests in "
@@ -120,7 +116,7 @@ def scaling_page(result: ScalingResult) -> str:
     rows: list[list[Cell]] = []
     for one in result.rules:
         settings = {**one.scaling.parameters, **one.scaling.behaviour}
-        rows += [[one.rule, name, _text(value), one.trials] for name, value in settings.items()]
+        rows += [[one.rule, name, word(value), one.trials] for name, value in settings.items()]
     sheet.tables.append(Table("The settings", ["rule", "parameter", "value", "trials"], rows))
     traffic = f"{result.trace.requests:,} requests of {result.trace.source}"
     return render_page(f"Scaling of {result.recipe_name}", f"For {traffic}.", [sheet])
@@ -135,7 +131,3 @@ def _shown(result: ScalingResult, best: FleetResult) -> list[FleetResult]:
 def _curve(name: str, step_h: float, values: list[float] | list[float | None]) -> ChartSeries:
     points = [(k * step_h, value, "") for k, value in enumerate(values) if value is not None]
     return ChartSeries(name, points, "line")
-
-
-def _text(value: object) -> str:
-    return number(value) if isinstance(value, float) else str(value).lower()

@@ -16,7 +16,7 @@ from toolkit.files.tuning import (
     breaks,
     changes_in_words,
 )
-from toolkit.report.rows import settings_of, share_used
+from toolkit.report.rows import settings_of, share_used, which_settings
 from toolkit.units import bracketed, number, percent, word
 
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
@@ -63,12 +63,13 @@ def _judged_lines(result: Tuning) -> list[str]:
         span = f"{number(part.start_s)} to {number(part.end_s)} s"
         about = f"{part.requests:,} of {part.of_requests:,} requests, the busiest part, {span}"
     lines = [f"judged on {about}{bracketed(result.changes)}, at {result.load}"]
-    which = "the recipe's settings" if result.keep_defaults else "the best settings"
     behind = next((limit for limit in result.limits if limit.name == BEHIND), None)
     if behind is not None and behind.predicted is not None and not behind.kept:
         late_s = behind.predicted / 100.0 * (part.end_s - part.start_s)
         growing = f"at its end, requests wait {number(late_s)} s longer than at its beginning"
-        lines.append(f"overloaded: the queue grows with the trace ({which}); {growing}")
+        lines.append(
+            f"overloaded: the queue grows with the trace ({which_settings(result)}); {growing}"
+        )
     used = result.recommended.outcome.used
     targets = [name for name in used if name not in (OOM, BEHIND)]
     if targets:
@@ -89,10 +90,9 @@ def _slow_end_lines(result: Tuning) -> list[str]:
     end = result.slow_end
     if end is None:
         return []
-    which = "the recipe's settings" if result.keep_defaults else "the best settings"
     how = breaks(end.limits) or "keep all limits"
     times = f"times {end.law.slow:.2f} x as long, the slow end of {end.law.basis}"
-    return [f"at {times}: {which} {how}"]
+    return [f"at {times}: {which_settings(result)} {how}"]
 
 
 def _capacity_lines(result: Tuning) -> list[str]:
@@ -100,10 +100,9 @@ def _capacity_lines(result: Tuning) -> list[str]:
     capacity = result.capacity
     if capacity is None:
         return []
-    which = "the recipe's settings" if result.keep_defaults else "the best settings"
     if capacity.recommended_rps is None:
-        return [f"capacity: {which} keep all limits at no rate that was tried"]
-    most = f"{number(capacity.recommended_rps)} requests/s with {which}"
+        return [f"capacity: {which_settings(result)} keep all limits at no rate that was tried"]
+    most = f"{number(capacity.recommended_rps)} requests/s with {which_settings(result)}"
     line = f"capacity: all limits hold up to {most}"
     if not result.keep_defaults:
         own = capacity.defaults_rps
@@ -130,15 +129,8 @@ def _router_lines(result: Tuning) -> list[str]:
             "nothing to gain from a router: no other serves notably more than requests to each "
             "replica in turn, with the same flags"
         ]
-    old = in_turn.metrics
-    new = best.metrics
-    before, after = (metrics.get("goodput_rps", 0.0) for metrics in (old, new))
+    before, after = (one.metrics.get("goodput_rps", 0.0) for one in (in_turn, best))
     change = f"{100 * (after / before - 1):+.1f} % goodput" if before else "goodput from none"
-    if "ttft_mean_s" in old and "ttft_mean_s" in new:
-        change += f", mean TTFT {number(new['ttft_mean_s'])} s for {number(old['ttft_mean_s'])} s"
-    if "hit_percent" in old and "hit_percent" in new:
-        cached = f"{number(new['hit_percent'])} % of prompt tokens cached"
-        change += f", {cached} for {number(old['hit_percent'])} %"
     return [f"router '{router.name}' over requests in turn, with the same flags: {change}"]
 
 
@@ -204,7 +196,6 @@ def _declined_lines(result: Tuning) -> list[str]:
     own = settings_of(kept.settings)
     other = settings_of(declined.settings)
     changed = ", ".join(f"{key} {word(other[key])}" for key in other if other[key] != own.get(key))
-    which = "the recipe's settings" if result.keep_defaults else "the best settings"
     limit = str(declined.outcome.binding)
     used = share_used(kept.outcome.used.get(limit, 0.0))
     nearer = share_used(declined.outcome.used[limit])
@@ -213,7 +204,7 @@ def _declined_lines(result: Tuning) -> list[str]:
         f"declined: mean E2E {number(after_s)} s for {number(before_s)} s, with {limit} "
         f"{nearer} and {100 * (good / own_good - 1):+.1f} % goodput",
         f"for latency: policy '{declined.settings.policy}', {changed}",
-        f"for headroom, recommended: {which}, with {limit} {used}",
+        f"for headroom, recommended: {which_settings(result)}, with {limit} {used}",
     ]
 
 
