@@ -105,7 +105,7 @@ def test_a_port_or_a_host_that_cannot_be_is_refused(url: str):
         given_replicas([url])
 
 
-SPELLINGS = ("http://127.0.0.1:8001", "http://localhost:8001/", "HTTP://127.0.0.1:8001/v1")
+SPELLINGS = ("http://127.0.0.1:8001", "http://127.0.0.1:8001/", "HTTP://127.0.0.1:8001/v1")
 
 
 def test_three_spellings_are_one_replica(tmp_path: Path):
@@ -121,5 +121,5 @@ def test_three_spellings_are_one_replica(tmp_path: Path):
 
 def test_what_is_not_the_same_server_is_not_one():
     several = ["http://a:1", "http://a:2", "https://a:1", "http://a:1/b", "http://b:1"]
-    several += ["http://localhost.a:1", "http://localhost:8001", "http://[::1]:8001"]
+    several += ["http://localhost.a:1", "http://localhost:8001", "http://127.0.0.1:8001"]
     assert read(given_replicas(several)) == several

@@ -166,10 +166,13 @@ async def test_the_ratio_of_each_worker_is_of_all_its_batches():
         assert [one["batch_ratio"] for one in (await data(http))["workers"]] == [None, 1.5]
 
 
-def test_percentiles_cover_only_the_last_minute():
-    stats = Stats()
+def test_percentiles_cover_only_the_last_minute(monkeypatch: pytest.MonkeyPatch):
+    backend = app_of(make_driver(ToyWorkers())).backend
+    stats = backend.stats
     clock = iter(range(10**6))
-    recent = StatusPage(FACTS, stats, lambda: 2.0 * next(clock), dict)
+    time = SimpleNamespace(monotonic=lambda: 2.0 * next(clock))
+    monkeypatch.setattr("toolkit.server.status.time", time)
+    recent = StatusPage(backend, FACTS, lambda: "ready")
     stats.count_tokens(1, RequestTimes(0.0), 9.0)
     recent.sample()
     assert recent.statistic("ttft_p99_s") == pytest.approx(9.0, rel=0.1)

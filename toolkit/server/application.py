@@ -57,7 +57,6 @@ class Application:
         self.stats = backend.stats
         self._digests = digests_of(options.keys.value)
         self.leaving = False
-        self._start_s = time.monotonic()
         self._created = int(time.time())
         self._local_paths: set[str] = set()
         self._has_local_hosts = is_loopback(options.host) and not options.asks_key
@@ -66,10 +65,15 @@ class Application:
             "keys": lambda: follow(options.keys, self.renew_keys, options.say),
             **backend.tasks,
         }
-        self._routes = FastAPI(openapi_url=None, redirect_slashes=False)
-        self._routes.add_exception_handler(ApiError, on_api_error)
-        self._routes.add_exception_handler(HTTPException, on_http_exception)
-        self._routes.add_exception_handler(Exception, on_bug)
+        self._routes = FastAPI(
+            openapi_url=None,
+            redirect_slashes=False,
+            exception_handlers={
+                ApiError: on_api_error,
+                HTTPException: on_http_exception,
+                Exception: on_bug,
+            },
+        )
         self.add("/v1/models", self.models)
         self.add("/v1/models/{name:path}", self.model)
         self.add("/health", self.health)
@@ -78,9 +82,7 @@ class Application:
         self.add("/metrics", self.metrics)
         self.backend.add_routes(self)
         if self.options.status_page and self.backend.facts is not None:
-            self.page = StatusPage(
-                self.backend.facts, self.stats, lambda: self.uptime_s, self.status
-            )
+            self.page = StatusPage(self.backend, self.backend.facts, lambda: self.state)
             self._local_paths |= {PAGE, DATA}
             self.add(PAGE, self.page.page)
             self.add(DATA, self.page.data)
@@ -91,11 +93,9 @@ class Application:
         self._digests = digests_of(keys)
         return f"the keys were read again: {len(keys)}"
 
-    def add(self, path: str, endpoint: Callable[..., Awaitable[Any]], *methods: str) -> None:
-        """Add a route, by default for GET and HEAD."""
-        self._routes.add_api_route(
-            path, endpoint, methods=list(methods or ("GET", "HEAD")), response_model=None
-        )
+    def add(self, path: str, endpoint: Callable[..., Awaitable[Any]]) -> None:
+        """Add a page, for GET and HEAD."""
+        self._routes.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
 
     def generates(self, path: str) -> None:
         """Add a route for tokens, which the backend answers."""
@@ -149,10 +149,6 @@ class Application:
             check_key(headers, self._digests)
 
     @property
-    def uptime_s(self) -> float:
-        return time.monotonic() - self._start_s
-
-    @property
     def state(self) -> str:
         """In a few words: "ready" if it accepts requests, and its backend can serve them."""
         return "leaving" if self.leaving else self.backend.state
@@ -185,26 +181,6 @@ class Application:
         """Yield all metrics at the moment of a scrape."""
         yield from self.backend.families()
         yield from families_of_requests(self.stats, self.backend.labels)
-
-    def status(self) -> dict[str, Any]:
-        """Return what the status page shows besides what it knows by itself."""
-        backend = self.backend
-        stats = self.stats
-        shown = backend.shown()
-        totals = {
-            "ended": dict(stats.ended),
-            "input_tokens": stats.prompt_tokens,
-            "output_tokens": stats.generation_tokens,
-            "refused": stats.refused,
-        }
-        return {
-            "state": self.state,
-            "uptime_s": round(self.uptime_s, 1),
-            "waiting": backend.waiting,
-            "workers": [],
-            **shown,
-            "totals": {**totals, **shown.get("totals", {})},
-        }
 
     def _model(self) -> dict[str, object]:
         about = {"id": self.backend.model, "object": "model", "created": self._created}

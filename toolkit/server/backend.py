@@ -69,7 +69,7 @@ class ServerBackend(ABC):
     @property
     @abstractmethod
     def state(self) -> str:
-        """ "ready" if it can serve requests; else what it does, or why it makes no progress."""
+        """What it does: "ready" if it can serve requests, or else why it cannot."""
 
     @property
     def failure(self) -> str:

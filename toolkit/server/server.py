@@ -191,7 +191,6 @@ class HttpServer(uvicorn.Server):
 
     async def start(self, listener: socket.socket) -> None:
         """Accept connections from a bound `listener`."""
-        await self.on_tick(0)
         await self.startup(sockets=[listener])
         self._ticking = asyncio.create_task(self.main_loop())
 

@@ -17,11 +17,12 @@ import asyncio
 import base64
 import hashlib
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -30,7 +31,10 @@ from starlette.responses import Response
 import toolkit
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import shipped_templates
-from toolkit.server.stats import ENDED_WELL, Stats, quantile
+from toolkit.server.stats import ENDED_WELL, quantile
+
+if TYPE_CHECKING:
+    from toolkit.server.backend import ServerBackend
 
 PAGE = "/"
 DATA = "/status.json"
@@ -69,27 +73,20 @@ class StatusPage:
     """The routes of the page and of its data, with rates and percentiles of the last minute.
 
     Args:
-        facts: the settings that it shows; a new plan may bring others.
-        stats: what the front counts.
-        now_s: the seconds that it has served.
-        server: returns the rest: its state, uptime, workers or replicas, and totals.
+        backend: what answers requests, and counts them.
+        facts: the settings that it shows.
+        state: returns what the server does.
     """
 
-    def __init__(
-        self,
-        facts: Facts,
-        stats: Stats,
-        now_s: Callable[[], float],
-        server: Callable[[], dict[str, Any]],
-    ) -> None:
-        self.facts = facts
-        self._stats = stats
-        self._now_s = now_s
-        self._server = server
+    def __init__(self, backend: ServerBackend, facts: Facts, state: Callable[[], str]) -> None:
+        self._backend = backend
+        self._facts = facts
+        self._state = state
+        self._start_s = time.monotonic()
         self._page = (shipped_templates() / "status.html").read_text(encoding="utf-8")
         self._policy = content_policy(self._page)
         # When the counters were copied, and the copies.
-        self._samples = deque([(0.0, deepcopy(stats))], maxlen=SAMPLES + 1)
+        self._samples = deque([(self._start_s, deepcopy(backend.stats))], maxlen=SAMPLES + 1)
 
     async def sampling(self) -> None:
         """Look at the counters until cancelled."""
@@ -106,11 +103,25 @@ class StatusPage:
 
     async def data(self, request: Request) -> Response:
         """What the page shows."""
-        predicted = self.facts["predicted"]
+        backend = self._backend
+        stats = backend.stats
+        predicted = self._facts["predicted"]
+        own = backend.shown()
+        totals = {
+            "ended": dict(stats.ended),
+            "input_tokens": stats.prompt_tokens,
+            "output_tokens": stats.generation_tokens,
+            "refused": stats.refused,
+        }
         shown = {
-            **self.facts,
+            **self._facts,
             **self.rates(),
-            **self._server(),
+            "state": self._state(),
+            "uptime_s": round(time.monotonic() - self._start_s, 1),
+            "waiting": backend.waiting,
+            "workers": [],
+            **own,
+            "totals": {**totals, **own.get("totals", {})},
             "version": toolkit.__version__,
             "targets": [
                 {
@@ -119,7 +130,7 @@ class StatusPage:
                     "now": self.statistic(key),
                     "predicted": predicted.get(key),
                 }
-                for key, limit in self._stats.sla.items()
+                for key, limit in stats.sla.items()
             ],
             "latencies": {
                 name: [self.statistic(f"{name}_{share}_s") for share in SHOWN] for name in LATENCIES
@@ -130,7 +141,7 @@ class StatusPage:
 
     def sample(self) -> None:
         """Look at the counters."""
-        self._samples.append((self._now_s(), deepcopy(self._stats)))
+        self._samples.append((time.monotonic(), deepcopy(self._backend.stats)))
 
     def statistic(self, key: str) -> float | None:
         """A statistic such as `ttft_p99_s`; None if no request ended."""

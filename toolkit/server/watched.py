@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,7 @@ HINT = "--replica takes URLs, or one FILE or dns://NAME:PORT"
 
 def given_replicas(urls: Sequence[str]) -> Watched[list[str]]:
     """URLs of the command line. Raises `InputError` for one that cannot be used."""
-    return Watched(once(map(_checked, urls)))
+    return Watched(list(dict.fromkeys(map(_checked, urls))))
 
 
 def _read_list(path: Path) -> list[str]:
@@ -99,7 +99,7 @@ def _read_list(path: Path) -> list[str]:
         raise InputError(f"{path}: not a regular file", HINT)  # a pipe would wait
     lines = read_bytes(path, HINT, 1 << 20).decode(errors="replace").splitlines()
     texts = [line.partition("#")[0].strip() for line in lines]
-    urls = once(_checked(text) for text in texts if text)
+    urls = list(dict.fromkeys(_checked(text) for text in texts if text))
     if not urls:  # it may be about to be written
         raise InputError(f"{path}: it lists no replica", HINT)
     if len(urls) > MAX_REPLICAS:
@@ -127,17 +127,13 @@ def listed_replicas(text: str) -> Watched[list[str]]:
     """The list that `--replica` names: a file with a URL a line, or a name. Raises InputError for
     one that cannot be used.
     """
-    scheme, has_scheme, rest = text.partition("://")
-    if not has_scheme:
+    if "://" not in text:
         return watched_file(Path(text), _read_list)
-    name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
-    if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
-        port = int(found[3])
-        if not 0 < port < 65536:
-            raise InputError(f"--replica {text}: {port} is not a port", "1 to 65535")
-        # None before the first look: the name may be known only once a replica is there.
-        return Watched([], partial(_addresses, found[1], port), DNS_EVERY_S)
-    raise InputError(f"--replica {text}: not a list of replicas", HINT)
+    found = re.fullmatch(r"dns://([A-Za-z0-9][A-Za-z0-9.-]{0,252}):(\d{1,5})", text)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise InputError(f"--replica {text}: not a list of replicas", HINT)
+    # None before the first look: the name may be known only once a replica is there.
+    return Watched([], partial(_addresses, found[1], int(found[2])), DNS_EVERY_S)
 
 
 def _checked(url: str) -> str:
@@ -146,16 +142,3 @@ def _checked(url: str) -> str:
     """
     Upstream(url if not url.lower().startswith("https") else "http" + url[5:], ANSWER_S)
     return str(server_url(url)).rstrip("/").removesuffix("/v1")
-
-
-def once(urls: Iterable[str]) -> list[str]:
-    """These replicas without those that are the same server, in the first spelling of each.
-
-    `localhost` is 127.0.0.1 here, and is still asked by its name: a certificate may have only that.
-    No other name is resolved: what it stands for may change, and two names may lead to several
-    servers behind one address.
-    """
-    found: dict[str, str] = {}
-    for url in urls:
-        found.setdefault(re.sub(r"(?<=://)localhost(?=[:/]|$)", "127.0.0.1", url), url)
-    return list(found.values())
