@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from toolkit.traces.types import Sessions
 
@@ -39,22 +39,18 @@ class DueRequests:
         turns: Mapping[int, Sequence[Later]],
     ) -> None:
         self._arrival_s = arrival_s
-        self._first = sorted(first, key=lambda number: (arrival_s[number], number), reverse=True)
         self._turns = turns
-        self._later: list[tuple[float, int]] = []  # a heap
+        self._coming = [(arrival_s[number], number) for number in first]  # a heap
+        heapify(self._coming)
         self.follow = bool(turns)
         self.left = len(first) + sum([len(after) for after in turns.values()])
         self.next_s = math.inf
         self._look()
 
     def take(self) -> int:
-        """The number of the request that comes at `next_s`."""
-        first = self._first
-        if self._later and (not first or self._later[0] < (self._arrival_s[first[-1]], first[-1])):
-            at_s, number = heappop(self._later)
-            self._arrival_s[number] = at_s
-        else:
-            number = first.pop()
+        """Return the number of the request that comes at `next_s`."""
+        at_s, number = heappop(self._coming)
+        self._arrival_s[number] = at_s
         self.left -= 1
         self._look()
         return number
@@ -68,14 +64,12 @@ class DueRequests:
         """
         for number in numbers:
             for later, think_s in self._turns.get(number, ()):
-                heappush(self._later, (max(end_s + (delay_s + think_s), known_s), later))
+                heappush(self._coming, (max(end_s + (delay_s + think_s), known_s), later))
         self._look()
 
     def _look(self) -> None:
         """Set when the next request comes."""
-        self.next_s = self._arrival_s[self._first[-1]] if self._first else math.inf
-        if self._later and self._later[0][0] < self.next_s:
-            self.next_s = self._later[0][0]
+        self.next_s = self._coming[0][0] if self._coming else math.inf
 
 
 class FixedConcurrency(DueRequests):

@@ -51,25 +51,31 @@ class CacheSettings:
         in_flight = flags.max_num_batched_tokens * (1 + ahead)
         needs = longest_blocks(self.groups, self.max_model_len, in_flight)
         if needs > blocks + 1:
-            problem = f"a request of max_model_len {self.max_model_len:,} tokens needs {needs:,} "
-            problem += f"blocks, and the cache has {blocks:,}"
             raise InputError(
-                problem, "lower max_model_len or max_num_batched_tokens, or give more memory"
+                f"a request of max_model_len {self.max_model_len:,} tokens needs {needs:,} blocks, "
+                f"and the cache has {blocks:,}",
+                "lower max_model_len or max_num_batched_tokens, or give more memory",
             )
-        for group in self.groups:
+        states = [group for group in self.groups if group.kind == "state"]
+        for group in states:
             aligned = group.mode == "align"
-            if group.kind == "state" and aligned != flags.prefix_caching:
-                problem = f"prefix_caching {str(flags.prefix_caching).lower()}: the states' blocks "
-                problem += f"were laid out for mode '{group.mode}'"
-                raise InputError(problem, "profile the server again with that flag")
-            if group.kind == "state" and aligned and not flags.chunked_prefill:
-                problem = "chunked_prefill false: states with prefix caching need chunks"
-                raise InputError(problem, "set chunked_prefill to true, or prefix_caching to false")
-            too_many = self.rows_within_blocks and flags.max_num_seqs > blocks
-            if group.kind == "state" and too_many:
-                problem = f"max_num_seqs {flags.max_num_seqs:,}: the cache has {blocks:,} blocks, "
-                problem += "and each request's state takes one"
-                raise InputError(problem, f"set max_num_seqs to at most {blocks:,}")
+            if aligned != flags.prefix_caching:
+                raise InputError(
+                    f"prefix_caching {str(flags.prefix_caching).lower()}: the states' blocks were "
+                    f"laid out for mode '{group.mode}'",
+                    "profile the server again with that flag",
+                )
+            if aligned and not flags.chunked_prefill:
+                raise InputError(
+                    "chunked_prefill false: states with prefix caching need chunks",
+                    "set chunked_prefill to true, or prefix_caching to false",
+                )
+        if states and self.rows_within_blocks and flags.max_num_seqs > blocks:
+            raise InputError(
+                f"max_num_seqs {flags.max_num_seqs:,}: the cache has {blocks:,} blocks, and each "
+                "request's state takes one",
+                f"set max_num_seqs to at most {blocks:,}",
+            )
 
     def allowed(self, flags: VllmPolicy, blocks: int, *, ahead: bool) -> VllmPolicy:
         """The flags nearest to `flags` with which vLLM starts, as far as fewer rows and tokens of a

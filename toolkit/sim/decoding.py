@@ -250,16 +250,8 @@ class Decoding(SimulatedWorker):
             return
         token_gaps = self._ledger.token_gaps
         for row in rows:
-            outcome = row.outcome
-            if outcome.first_token_s < 0.0:
-                outcome.first_token_s = at_s
-            else:
-                gap_s = at_s - outcome.last_token_s
-                if gap_s > outcome.max_gap_s:
-                    outcome.max_gap_s = gap_s
-                if token_gaps is not None:
-                    token_gaps.add(1, gap_s, gap_s)
-            outcome.last_token_s = at_s
+            row.outcome.go_on(at_s, token_gaps)
+            row.outcome.last_token_s = at_s
         rows.clear()
 
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:

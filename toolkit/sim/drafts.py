@@ -8,7 +8,6 @@ vLLM 0.33 gives keys to blocks of outputs earlier than 0.32 (`keeps_known_output
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -23,7 +22,6 @@ from toolkit.files.recipe import AcceptanceSpec
 
 DRAWS: Final = 1_000_003  # a prime: requests begin at places of their own in the table of draws
 APART: Final = 7_919  # places between two requests
-ROUNDS: Final = 100  # of the bisection
 KEEPS_KNOWN: Final = (0, 33)  # the first release of vLLM
 
 
@@ -98,25 +96,18 @@ def _drawn(rates: tuple[float, ...], seed: int) -> bytes:
     return np.asarray(accepted, dtype=np.uint8).tobytes()
 
 
-def rates_of_length(length: float, tokens: int) -> tuple[float, ...]:
-    """The rates of `tokens` drafts for a mean number of tokens per pass, if each draft after
-    accepted ones only is accepted with the same probability p: the sum of p^i is `length` - 1.
-    `InputError` for a length outside 1 to `tokens` + 1.
+def chance_of_length(length: float, tokens: int) -> float:
+    """Return the chance p that a draft is accepted if all before it are: with `tokens` drafts, a
+    pass then gives `length` tokens on average, so that the sum of p^k over k = 1..tokens is
+    `length` - 1. Raises InputError for a length outside 1 to `tokens` + 1.
     """
     if not 1.0 <= length <= tokens + 1:
         raise InputError(
             f"an acceptance length of {length:g} with {tokens} drafts",
             f"it is from 1, when none is accepted, to {tokens + 1}",
         )
-    low = 0.0
-    high = 1.0
-    for _ in range(ROUNDS):
-        p = (low + high) / 2
-        if math.fsum(p**k for k in range(1, tokens + 1)) < length - 1.0:
-            low = p
-        else:
-            high = p
-    return tuple(high**k for k in range(1, tokens + 1))
+    roots = np.roots([*[1.0] * tokens, 1.0 - length])
+    return min(max(roots.real[roots.imag == 0.0].tolist()), 1.0)
 
 
 def drafts_of(
@@ -138,8 +129,8 @@ def rates_of(acceptance: AcceptanceSpec, tokens: int) -> tuple[float, ...]:
     """The rate of each of `tokens` positions. `InputError` for rates of fewer drafts."""
     if acceptance.rates is None:
         assert acceptance.length is not None
-        first = rates_of_length(acceptance.length, acceptance.tokens or tokens)[0]
-        return tuple(first**k for k in range(1, tokens + 1))
+        chance = chance_of_length(acceptance.length, acceptance.tokens or tokens)
+        return tuple(chance**k for k in range(1, tokens + 1))
     if len(acceptance.rates) < tokens:
         raise InputError(
             f"serve.acceptance has rates of {len(acceptance.rates)} drafts, and {tokens} are used",

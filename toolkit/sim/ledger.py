@@ -114,6 +114,17 @@ class RequestOutcome:
         self.max_gap_s = 0.0  # between two tokens
         self.ok = False
 
+    def go_on(self, at_s: float, gaps: TokenGaps | None) -> None:
+        """Its tokens begin, or go on after a wait, with one at `at_s`; the wait is one of `gaps`."""
+        if self.first_token_s < 0.0:
+            self.first_token_s = at_s
+            return
+        gap_s = at_s - self.last_token_s
+        if gap_s > self.max_gap_s:
+            self.max_gap_s = gap_s
+        if gaps is not None:
+            gaps.add(1, gap_s, gap_s)
+
 
 @dataclass
 class Ledger:

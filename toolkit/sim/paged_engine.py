@@ -375,15 +375,9 @@ class PagedRun:
         for row in joined:
             row.mark = mark
             outcome = ledger.outcomes[row.number]
-            if outcome.first_token_s < 0.0:
-                outcome.first_token_s = first_s
-                if self._tells:
-                    self.first_tokens.append((first_s, row.number))
-                continue
-            gap_s = first_s - outcome.last_token_s
-            outcome.max_gap_s = max(outcome.max_gap_s, gap_s)
-            if ledger.token_gaps is not None:
-                ledger.token_gaps.add(1, gap_s, gap_s)
+            if self._tells and outcome.first_token_s < 0.0:
+                self.first_tokens.append((first_s, row.number))
+            outcome.go_on(first_s, ledger.token_gaps)
 
     def _close(self, row: PagedRow, last_s: float) -> None:
         """The row stops decoding; its last token came at `last_s`."""

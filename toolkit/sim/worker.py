@@ -147,16 +147,9 @@ class SliceWorker(SimulatedWorker):
         ran = max(generated)
         step_s = done_s - made_s(ran - 1) if streams and ran > emits else 0.0
         for outcome, tokens in zip(outcomes, generated, strict=True):
-            gap_s = step_s
-            if outcome.first_token_s < 0.0:
-                outcome.first_token_s = first_s
-            else:
-                since_s = first_s - outcome.last_token_s
-                gap_s = max(since_s, step_s)
-                if gaps is not None:
-                    gaps.add(1, since_s, since_s)
-            if gap_s > outcome.max_gap_s:
-                outcome.max_gap_s = gap_s
+            outcome.go_on(first_s, gaps)
+            if step_s > outcome.max_gap_s:
+                outcome.max_gap_s = step_s
             last_s = done_s
             if streams and tokens != ran:  # it ended before the others
                 token_s = made_s(tokens)
