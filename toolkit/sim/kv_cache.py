@@ -925,15 +925,6 @@ class KVCache:
             "full, mla, window, chunk and state are",
         )
 
-    def begin_pass(self) -> None:
-        """Begin to plan the next pass."""
-        for group in self.states:
-            group.new.clear()
-
-    def add(self, row: PagedRow) -> None:
-        """Make the tables of a request that comes."""
-        row.tables = [group.table() for group in self.groups]
-
     def look_up(self, row: PagedRow) -> tuple[list[Hit], int]:
         """Return what a waiting row finds: the blocks of each group, and how many tokens all groups
         have of its beginning, without its last token. Sets the row's `junction`.
@@ -1094,10 +1085,6 @@ class KVCache:
         elif self.caches:
             pool.queries += row.known
             pool.hits += found
-
-    def held(self, row: PagedRow) -> list[int]:
-        """Return how many blocks of each group a row holds."""
-        return [group.held(row) for group in self.groups]
 
     def can_join(self, row: PagedRow, computed: int) -> bool:
         """Return whether a row that decodes can be counted: the blocks of its prompt have their

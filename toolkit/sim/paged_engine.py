@@ -27,7 +27,7 @@ from toolkit.sim.drafts import DrawnDrafts, drafts_of, keeps_known_outputs
 from toolkit.sim.flight import Flight, OverlappingFlight, grown_shape
 from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.vllm import PlannedPass, Tokens, VllmScheduler, caps_alone
+from toolkit.sim.vllm import PlannedPass, VllmScheduler, caps_alone
 
 
 @dataclass(slots=True, frozen=True)
@@ -235,29 +235,28 @@ class PagedRun:
         now_s = self.next_s
         scheduler = self.scheduler
         flight = self._flight
-        leap = self._leap
-        tokens: Tokens | None = None  # of passes that end when the next one is launched
+        leap = self._leap  # passes that end when the next one is launched
+        self._leap = None
         if leap is not None:
-            self._leap = None
-            tokens = self._commit(leap)
+            self._commit(leap)
             if self._ahead:
                 scheduler.settle()
             else:
-                self._give(tokens, now_s)
+                self._give(leap, now_s)
                 scheduler.settle()
                 self._plan_s = now_s + self._engine.steps.after_s(leap.rows)
-                if self._plan_s > now_s or (follow and tokens.ended):
+                if self._plan_s > now_s or (follow and leap.ended):
                     self.next_s = self._plan_s
                     return
-                tokens = None
+                leap = None
         plan: PlannedPass | None = None
         if drain or self._arrived or scheduler.waiting:
             plan = self._planned()
         shape = plan.shape if plan is not None and plan.rows else None
-        if tokens is not None or shape is not None:
+        if leap is not None or shape is not None:
             end_s = flight.follow(shape, now_s)
-            if tokens is not None:
-                self._give(tokens, end_s)
+            if leap is not None:
+                self._give(leap, end_s)
         if plan is not None:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
@@ -309,14 +308,14 @@ class PagedRun:
         self._since_s = max(now_s, self._done_s)
         self.next_s = flight.due_s
 
-    def _commit(self, plan: PlannedPass) -> Tokens:
+    def _commit(self, plan: PlannedPass) -> None:
         """Record the passes that are under way, but for their times."""
         scheduler = self.scheduler
         ledger = self._ledger
         steps = self._flight.steps
         pool = scheduler.pool
         held_first = self._blocks - pool.free
-        tokens = scheduler.commit(steps)
+        scheduler.commit(steps)
         held = self._blocks - pool.free
         ledger.rounds += steps
         ledger.decoding_steps += steps
@@ -332,17 +331,16 @@ class PagedRun:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
                 ledger.extrapolated += steps
-        ledger.drafted_tokens += tokens.drafted
-        ledger.accepted_tokens += tokens.accepted
-        return tokens
+        ledger.drafted_tokens += plan.drafted
+        ledger.accepted_tokens += plan.accepted
 
-    def _give(self, tokens: Tokens, end_s: float) -> None:
+    def _give(self, leap: PlannedPass, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
         ledger = self._ledger
         gaps = self._gaps
         flight = self._flight
         steps = flight.steps
-        decoding = tokens.decoding
+        decoding = leap.decoding
         first_s = end_s if steps == 1 else flight.first_s
         if decoding:
             gap_s = first_s - self._last_s
@@ -356,16 +354,16 @@ class PagedRun:
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
                 for count, least_s, last_s in between:
                     ledger.token_gaps.add(decoding * count, least_s, last_s)
-                if tokens.accepted:
-                    ledger.token_gaps.add(tokens.accepted, 0.0, 0.0)
-        if tokens.joined:
-            self._join(tokens.joined, gaps.mark(alone=not decoding), first_s)
+                if leap.accepted:
+                    ledger.token_gaps.add(leap.accepted, 0.0, 0.0)
+        if leap.joined:
+            self._join(leap.joined, gaps.mark(alone=not decoding), first_s)
         self._last_s = self._done_s = end_s
-        for row in tokens.ended:
+        for row in leap.ended:
             self._close(row, end_s)
             ledger.outcomes[row.number].ok = True
             if self._tells:
-                self.ends.append((end_s, row.number, tokens.running))
+                self.ends.append((end_s, row.number, leap.running))
         ledger.busy_s[self._index] += end_s - self._since_s
         ledger.completed_s[self._index] = end_s
 

@@ -85,7 +85,8 @@ class Part:
 
 @mypyc_attr(acyclic=True)
 class PlannedPass:
-    """What the next forward pass computes.
+    """What the next forward pass computes; once it is made, also which tokens it gave, together
+    with the passes of the same rows that were made with it.
 
     Attributes:
         rows: how many take part; 0: there is nothing to compute, and the pass is not made.
@@ -93,38 +94,26 @@ class PlannedPass:
         preempted: rows that lost their blocks.
         paused: rows that got a token from the last pass and miss this one.
         shape: what it costs.
-    """
-
-    __slots__ = ("parts", "paused", "preempted", "rows", "shape")
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.parts: list[Part] = []
-        self.preempted: list[PagedRow] = []
-        self.paused: list[PagedRow] = []
-        self.shape = NOTHING
-
-
-@mypyc_attr(acyclic=True)
-class Tokens:
-    """The tokens that one or several passes of the same rows give.
-
-    Attributes:
-        decoding: rows that get a token from each pass, and had one from the pass before.
-        joined: rows that get a token and had none from the pass before.
-        ended: rows that get their last token.
+        decoding: rows that got a token from each pass, and had one from the pass before.
+        joined: rows that got a token and had none from the pass before.
+        ended: rows that got their last token.
         running: rows in the engine.
         drafted, accepted: drafts that were verified, and that became tokens.
     """
 
-    __slots__ = ("accepted", "decoding", "drafted", "ended", "joined", "running")
+    __slots__ = (
+        "accepted", "decoding", "drafted", "ended", "joined", "parts", "paused", "preempted",
+        "rows", "running", "shape",
+    )  # fmt: skip
 
-    def __init__(self, decoding: int, running: int) -> None:
-        self.decoding = decoding
-        self.running = running
+    def __init__(self) -> None:
+        self.rows = self.decoding = self.running = self.drafted = self.accepted = 0
+        self.parts: list[Part] = []
+        self.preempted: list[PagedRow] = []
+        self.paused: list[PagedRow] = []
         self.joined: list[PagedRow] = []
         self.ended: list[PagedRow] = []
-        self.drafted = self.accepted = 0
+        self.shape = NOTHING
 
 
 class Takes:
@@ -397,7 +386,6 @@ class VllmScheduler:
         self._bound = False  # the last pass that let prefills in left requests waiting
         self._defers = False  # the planned pass has no prefill
         self._fruitless = 0  # passes that only preempted, since the last token
-        self._left: list[PagedRow] = []  # without a queue, rows that ended in step with this pass
         self._check_threshold()
 
     def _check_threshold(self) -> None:
@@ -410,7 +398,7 @@ class VllmScheduler:
 
     def add(self, row: PagedRow) -> None:
         """Let a request arrive."""
-        self._cache.add(row)
+        row.tables = [group.table() for group in self._cache.groups]
         self.waiting.append(row)
 
     def change(self, settings: Mapping[str, Value]) -> None:
@@ -437,7 +425,8 @@ class VllmScheduler:
         wait and none will ever run.
         """
         plan = PlannedPass()
-        self._cache.begin_pass()
+        for group in self._cache.states:
+            group.new.clear()
         self._defers = self._interval > 1 and self._defers_prefills()
         most = self._most_tokens  # of one row
         if self._threshold and (self._caps_alone or len(self.running) + len(self.waiting) > 1):
@@ -710,9 +699,9 @@ class VllmScheduler:
                 if row.planned != number and row.gave == self._passes and row.left
             ]
 
-    def commit(self, steps: int = 1) -> Tokens:
-        """Make the planned pass and `steps` - 1 more of its rows; return the tokens that they give.
-        The scheduler itself knows them with `settle`.
+    def commit(self, steps: int = 1) -> PlannedPass:
+        """Make the planned pass and `steps` - 1 more of its rows; return it with the tokens that
+        they give. The scheduler itself knows them with `settle`.
         """
         plan = self._plan
         assert plan is not None
@@ -723,51 +712,46 @@ class VllmScheduler:
         self._passes = before + steps
         in_step = self._in_step
         self._under_way.append(plan.parts)
-        tokens = Tokens(in_step.count, 0)
+        plan.decoding = in_step.count
+        ended = plan.ended
         for part in plan.parts:
             row = part.row
             if not part.samples:
                 continue
             row.entered = True
             if part.drafts and not part.padded:
-                self._verify(part, tokens)
+                self._verify(part, plan)
             if not row.left:
                 continue  # it has ended, which the scheduler does not know
             gets = min(1 + part.accepted, row.left)
             row.left -= gets
-            tokens.accepted += gets - 1
+            plan.accepted += gets - 1
             if row.gave == before:
-                tokens.decoding += 1
+                plan.decoding += 1
             else:
-                tokens.joined.append(row)
+                plan.joined.append(row)
             row.gave = self._passes
             if not row.left:
-                tokens.ended.append(row)
-        singles = len(tokens.ended)
+                ended.append(row)
+        singles = len(ended)
         for row in in_step.ended(self._passes):
-            if self._ahead or singles > 0:  # rows give their blocks back in order
-                self._leave(row)
-            else:
-                in_step.leave(row, self._passes)
-                row.known = row.computed
-                self._cache.register(row, row.computed)
-                self._left.append(row)
-            tokens.ended.append(row)
-        if 0 < singles < len(tokens.ended):
-            tokens.ended.sort(key=_order)
-        if tokens.decoding or tokens.joined:
+            self._leave(row)
+            ended.append(row)
+        if 0 < singles < len(ended):
+            ended.sort(key=_order)
+        if plan.decoding or plan.joined:
             self._fruitless = 0
-        tokens.running = len(self.running)
-        return tokens
+        plan.running = len(self.running)
+        return plan
 
-    def _verify(self, part: Part, tokens: Tokens) -> None:
+    def _verify(self, part: Part, plan: PlannedPass) -> None:
         """Draw how many drafts of a row's part are accepted."""
         assert self._drafts is not None
         row = part.row
         part.accepted = min(self._drafts.accepted(row.number, row.turn), part.drafts)
         row.turn += 1
         if row.left:
-            tokens.drafted += part.drafts
+            plan.drafted += part.drafts
 
     def settle(self, *, idle: bool = False) -> bool:
         """Learn the tokens of the passes that are done, and free the blocks of rows that ended with
@@ -779,11 +763,6 @@ class VllmScheduler:
         while len(self._under_way) > keep:
             for part in self._under_way.popleft():
                 self._learn(part)
-        for row in self._left:
-            self._cache.release(row, ends=True)
-            row.ended = True
-            del self.running[row]
-        self._left.clear()
         if self._can_step and not idle:
             self._join()
         return learned
@@ -947,7 +926,7 @@ class VllmScheduler:
             if row.number == number:
                 if row.in_step and self._in_step.only_takes:
                     self._cache.catch_up(row, row.base + self._passes + 1)
-                return self._cache.held(row)
+                return [group.held(row) for group in self._cache.groups]
         return []
 
     def _defers_prefills(self) -> bool:
