@@ -906,8 +906,6 @@ class KVCache:
         chunks = any(isinstance(group, ChunkGroup) for group in self.groups)
         self.can_step = not chunks and not (gives and caches and retention != 0)
         self.only_takes = not chunks and not gives
-        # whether rows that share nothing get their keys when they lose their blocks
-        self._defers = len(self.groups) == 1 and self.groups[0].is_full
         self._nothing = [Hit() for _ in groups]
 
     def _made(self, number: int, spec: CacheGroup) -> FullGroup:
@@ -932,16 +930,14 @@ class KVCache:
         row.junction = 0
         if not self.caches:
             return self._nothing, 0
-        if row.content is None and not row.preempted:
-            if not self._defers:
-                row.path = [Node(None, 0, self.longest)]
-            return self._nothing, 0
         if not row.path:
-            node = row.content
+            node: Node | None = row.content or Node(None, 0, self.longest)
             while node is not None:
                 row.path.append(node)
                 node = node.parent
             row.path.reverse()
+        if row.content is None and not row.preempted:
+            return self._nothing, 0
         most = row.known - 1
         if len(self.groups) == 1:
             hits, found = self.groups[0].find(row, most, self.groups)
@@ -1037,14 +1033,6 @@ class KVCache:
         if not self.caches:
             return
         tokens = min(tokens, row.known)
-        if len(self.groups) == 1 and not self.states:
-            table = row.tables[0]
-            full = tokens // self.unit
-            if full <= table.looked:
-                return
-            if not row.path:
-                table.looked = full
-                return
         if len(self.groups) > 1:
             tokens = tokens // self.whole * self.whole
         for group in self.groups:
@@ -1052,29 +1040,10 @@ class KVCache:
             if group.is_full and group.block != self.unit:
                 group.register_end(row, tokens)
 
-    def release(self, row: PagedRow, *, ends: bool) -> None:
-        """Take all blocks of a row back, group by group; `ends`: it will not come again."""
-        if self._defers and not row.path:
-            self._release_alone(row, ends)
-            return
+    def release(self, row: PagedRow) -> None:
+        """Take all blocks of a row back, group by group."""
         for group in self.groups:
             group.release(row)
-
-    def _release_alone(self, row: PagedRow, ends: bool) -> None:
-        """Take all blocks back from a row that shares nothing, and give its full blocks their keys
-        only now: no request looked for them.
-        """
-        table = row.tables[0]
-        full = table.looked
-        self.pool.give_plain(table.length - full)
-        if full:
-            run = Run(0, None, 0, full)
-            if not ends:
-                run.node = Node(None, 0, self.longest)
-                run.node.runs.append(run)
-                row.path.append(run.node)
-            self.pool.keep(run)
-        table.length = table.looked = 0
 
     def count(self, row: PagedRow, found: int) -> None:
         """Count what an admitted row has looked for and found, before its own blocks get keys."""

@@ -563,7 +563,7 @@ class VllmScheduler:
         """Take a row's blocks. It waits before all others, to be computed anew."""
         if row.in_step:
             self._leave(row)
-        self._cache.release(row, ends=False)
+        self._cache.release(row)
         row.stale = row.in_flight
         row.computed = row.expected = row.drafts = 0
         row.gave = NO_PASS
@@ -794,7 +794,7 @@ class VllmScheduler:
                 tokens = row.computed - row.in_flight
                 self._cache.register(row, min(tokens, row.known - self._hash_lookahead))
         if has_ended:
-            self._cache.release(row, ends=True)
+            self._cache.release(row)
             row.ended = True
             if row.runs:
                 del self.running[row]
