@@ -8,6 +8,7 @@ import pytest
 from paged import LAW, trace_of, world
 
 from toolkit.errors import InputError
+from toolkit.files.recipe import ScaleSpec
 from toolkit.routing.routers import make_router
 from toolkit.scaling.autoscaler import Autoscaler, ScalingRule
 from toolkit.scaling.behaviour import Behaviour
@@ -18,7 +19,7 @@ from toolkit.scaling.types import FleetView
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
-from toolkit.sim.fleet import Fleet, StartTimes
+from toolkit.sim.fleet import Fleet
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.traces.types import Trace
 
@@ -40,19 +41,18 @@ def planned(*steps: tuple[float, int]) -> StaticRule:
     return made()
 
 
-def fleet(rule: StaticRule | HpaRule, begin: int, **changed: object) -> Fleet:
+def fleet(rule: StaticRule | HpaRule, free: float = math.inf, **changed: object) -> Fleet:
     scaling = ScalingRule(rule, AT_ONCE, 0, 9, scrape_s=0.5, poll_s=0.5)
-    made = Fleet(scaling, begin, StartTimes((3.0,)), math.inf)
-    return replace(made, **changed)  # type: ignore[arg-type]
+    return Fleet(scaling, ScaleSpec(**{"start_s": [3.0], **changed}), free)
 
 
 def even(requests: int, gap_s: float, output: int = 12) -> Trace:
     return trace_of([(gap_s * k, 20, output) for k in range(requests)])
 
 
-def served(trace: Trace, under: Fleet, router: str = "least-requests") -> SimResult:
+def served(trace: Trace, under: Fleet, begin: int = 1, router: str = "least-requests") -> SimResult:
     engine = PagedEngine(LAW, 60, 4, False)
-    there = world(engine, under.begin)
+    there = world(engine, begin)
     return simulate(trace, POLICY, replace(there, router=make_router(router, {}), fleet=under))
 
 
@@ -67,7 +67,7 @@ def test_a_static_fleet_is_as_many_replicas(ahead: bool, workers: int, router: s
     engine = PagedEngine(LAW, 30, 4, ahead)
     there = replace(world(engine, workers), router=make_router(router, {}))
     fixed = simulate(trace, POLICY, there)
-    scaled = simulate(trace, POLICY, replace(there, fleet=fleet(StaticRule(workers), workers)))
+    scaled = simulate(trace, POLICY, replace(there, fleet=fleet(StaticRule(workers))))
     for name in ("arrival_s", "first_token_s", "finish_s", "max_gap_s", "ok"):
         np.testing.assert_array_equal(getattr(fixed.served, name), getattr(scaled.served, name))
     assert scaled.fleet is not None
@@ -78,7 +78,7 @@ def test_a_static_fleet_is_as_many_replicas(ahead: bool, workers: int, router: s
 
 
 def test_a_replica_starts_serves_drains_and_is_gone() -> None:
-    result = served(even(200, 0.1), fleet(planned((0, 1), (4, 2), (12, 1)), 1))
+    result = served(even(200, 0.1), fleet(planned((0, 1), (4, 2), (12, 1))))
     log = result.fleet
     assert log is not None
     states = [(change.state, change.place) for change in log.changes]
@@ -103,19 +103,19 @@ def test_a_new_replica_has_an_empty_cache() -> None:
     there = world(PagedEngine(LAW, 60, 4, False), 1)
     hits = []
     for rule in (planned((0, 1)), planned((0, 1), (2, 2), (6, 1), (7, 2))):
-        result = simulate(trace, policy, replace(there, fleet=fleet(rule, 1)))
+        result = simulate(trace, policy, replace(there, fleet=fleet(rule)))
         hits.append(result.counters["hit_tokens"])
     assert hits[1] < hits[0]
 
 
 def test_without_a_replica_requests_wait_before_the_router() -> None:
-    result = served(even(20, 0.1), fleet(planned((0, 0), (1, 1)), 0))
+    result = served(even(20, 0.1), fleet(planned((0, 0), (1, 1))), 0)
     assert result.served.ok.all()
     assert result.served.first_token_s.min() > 4.0  # decided at 1 s, ready 3 s later
 
 
 def test_no_replica_ever_leaves_the_requests_unserved() -> None:
-    result = served(even(5, 0.1), fleet(planned((0, 0)), 0))
+    result = served(even(5, 0.1), fleet(planned((0, 0))), 0)
     assert not result.served.ok.any()
     assert result.metrics({})["failed"] == 5.0
 
@@ -123,8 +123,8 @@ def test_no_replica_ever_leaves_the_requests_unserved() -> None:
 def test_what_waits_before_the_router_goes_to_a_new_replica() -> None:
     burst = trace_of([(0.0, 20, 60)] * 240)
     rule = planned((0, 1), (1, 4))
-    bound = served(burst, fleet(rule, 1))
-    held = served(burst, fleet(rule, 1, replica_requests=6))
+    bound = served(burst, fleet(rule))
+    held = served(burst, fleet(rule, replica_requests=6))
     assert held.served.ok.all()
     assert bound.served.ok.all()
     # bound to the first replica, no later one gets any
@@ -133,25 +133,24 @@ def test_what_waits_before_the_router_goes_to_a_new_replica() -> None:
 
 def test_a_drain_that_lasts_too_long_loses_its_requests() -> None:
     burst = trace_of([(0.0, 20, 60)] * 160 + [(20.0, 20, 5)])
-    result = served(burst, fleet(planned((0, 2), (0.5, 1)), 2, drain_s=1.0))
+    result = served(burst, fleet(planned((0, 2), (0.5, 1)), drain_s=1.0), 2)
     assert result.fleet is not None
     assert 0 < result.fleet.lost < 160
     assert int((~result.served.ok).sum()) == result.fleet.lost
-    patient = served(burst, fleet(planned((0, 2), (0.5, 1)), 2))
+    patient = served(burst, fleet(planned((0, 2), (0.5, 1))), 2)
     assert patient.served.ok.all()
 
 
 def test_scarce_gpus_hold_replicas_back() -> None:
-    result = served(even(200, 0.1), fleet(planned((0, 1), (2, 5), (10, 1), (11, 4)), 1, free=3))
+    result = served(even(200, 0.1), fleet(planned((0, 1), (2, 5), (10, 1), (11, 4)), free=3))
     assert result.fleet is not None
     assert result.fleet.most(("starting", "ready", "draining")) == 3
     assert max(point.wanted for point in result.fleet.points) == 5
 
 
 def test_a_place_that_ran_before_starts_warm() -> None:
-    starts = StartTimes((3.0,), (1.0,))
     rule = planned((0, 1), (2, 2), (8, 1), (10, 2))
-    result = served(even(200, 0.1), fleet(rule, 1, starts=starts))
+    result = served(even(200, 0.1), fleet(rule, warm_start_s=[1.0]))
     assert result.fleet is not None
     at = [change.at_s for change in result.fleet.changes if change.place == 1]
     states = [change.state for change in result.fleet.changes if change.place == 1]
@@ -161,7 +160,7 @@ def test_a_place_that_ran_before_starts_warm() -> None:
 
 def test_a_closed_loop_follows_lost_and_served_requests() -> None:
     there = replace(world(PagedEngine(LAW, 60, 4, False), 2), concurrency=8)
-    under = fleet(planned((0, 2), (1, 1), (4, 3)), 2, drain_s=0.2)
+    under = fleet(planned((0, 2), (1, 1), (4, 3)), drain_s=0.2)
     result = simulate(even(120, 0.0), POLICY, replace(there, fleet=under))
     assert result.fleet is not None
     assert int(result.served.ok.sum()) == 120 - result.fleet.lost
@@ -169,8 +168,8 @@ def test_a_closed_loop_follows_lost_and_served_requests() -> None:
 
 def test_a_rule_that_swings_is_named_with_its_period() -> None:
     steps = [(10.0 * k, 1 + k % 2) for k in range(40)]
-    swings = served(even(4000, 0.1), fleet(planned(*steps), 1)).fleet
-    settles = served(even(4000, 0.1), fleet(planned((0, 1), (50, 2), (300, 1)), 1)).fleet
+    swings = served(even(4000, 0.1), fleet(planned(*steps))).fleet
+    settles = served(even(4000, 0.1), fleet(planned((0, 1), (50, 2), (300, 1)))).fleet
     assert swings is not None
     assert settles is not None
     assert swings.period_s() == pytest.approx(20.0, rel=0.1)
@@ -180,7 +179,7 @@ def test_a_rule_that_swings_is_named_with_its_period() -> None:
 def test_its_log_of_samples_replays() -> None:
     rule = HpaRule(metric="requests", target=6.0)
     burst = trace_of([(0.0, 20, 60)] * 40 + [(6.0 + 0.1 * k, 20, 12) for k in range(100)])
-    under = fleet(rule, 1)
+    under = fleet(rule)
     taken = []
 
     class Recording(Autoscaler):
@@ -202,6 +201,6 @@ def test_its_log_of_samples_replays() -> None:
 
 
 def test_only_servers_of_their_own_have_replicas_that_come_and_go() -> None:
-    there = replace(world(PagedEngine(LAW, 60, 4, False), 1), fleet=fleet(StaticRule(), 1))
+    there = replace(world(PagedEngine(LAW, 60, 4, False), 1), fleet=fleet(StaticRule()))
     with pytest.raises(InputError):
         simulate(even(5, 0.1), PastFuturePolicy(), there)

@@ -55,7 +55,7 @@ from toolkit.server.own_replicas import scaling_of
 from toolkit.server.pool import pool_backend
 from toolkit.server.server import Server
 from toolkit.sim.api import SimResult, simulate
-from toolkit.sim.fleet import Fleet, StartTimes
+from toolkit.sim.fleet import Fleet
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
@@ -175,7 +175,7 @@ def simulated(plan: Plan, trace: Trace, starts: tuple[float, ...]) -> SimResult:
         OUTPUT,
         paged=engine,
         router=make_router(ROUTER, {}),
-        fleet=Fleet(scaling, 1, StartTimes(starts or (1.0,)), MOST),
+        fleet=Fleet(scaling, ScaleSpec(start_s=list(starts) or [1.0]), MOST),
     )
     return simulate(trace, VllmPolicy(max_num_seqs=ROWS, max_num_batched_tokens=2048), world)
 

@@ -33,11 +33,11 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import arrivals_of
 from toolkit.sim.continuous import ContinuousWorker
-from toolkit.sim.fleet import serve_fleet
+from toolkit.sim.fleet import FleetClock
 from toolkit.sim.ledger import Ledger, TokenGaps, counters, worker_shares
 from toolkit.sim.loop import VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import serve
+from toolkit.sim.replicas import ReplicaClock
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import SliceWorker
 from toolkit.sim.world import World
@@ -141,12 +141,11 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     fleet: FleetLog | None = None
     if isinstance(policy, VllmPolicy):
         ledger.shares = trace.shared is not None or trace.sessions is not None
-        if world.fleet is None:
-            refusals = serve(requests, policy, engine, ledger, trace, world)
-        else:
-            refusals, fleet = serve_fleet(
-                requests, policy, engine, ledger, trace, world, world.fleet
-            )
+        clock_of = ReplicaClock if world.fleet is None else FleetClock
+        clock = clock_of(requests, policy, engine, ledger, trace, world)
+        clock.run()
+        refusals = clock.refusals
+        fleet = clock.log
         front_s = engine.seen_after_s(ledger.row_steps / max(ledger.decoding_steps, 1))
     else:
         assert not isinstance(policy, BuiltIn)

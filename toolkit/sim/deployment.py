@@ -16,7 +16,7 @@ from toolkit.routing.routers import make_router, router_of
 from toolkit.scaling.rules import scaling_rule
 from toolkit.sched.policies import BUILT_IN, make_any
 from toolkit.sched.protocols import AnyPolicy
-from toolkit.sim.fleet import Fleet, StartTimes
+from toolkit.sim.fleet import Fleet
 from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.types import Trace
 
@@ -166,12 +166,7 @@ class Deployment:
                 f"recipe '{self.recipe.name}' does not say how long a replica takes to start",
                 "give it as scale.start_s, in seconds as measured",
             )
-        gpus = spec.gpus_free
-        return Fleet(
-            scaling_rule(chosen, spec),
-            begin=self.workers,
-            starts=StartTimes(tuple(spec.start_s), tuple(spec.warm_start_s), self.recipe.tune.seed),
-            free=math.inf if gpus is None else gpus // self.recipe.engine.tensor_parallel_size,
-            drain_s=spec.drain_s or math.inf,
-            replica_requests=spec.replica_requests,
-        )
+        free = math.inf
+        if spec.gpus_free is not None:
+            free = spec.gpus_free // self.recipe.engine.tensor_parallel_size
+        return Fleet(scaling_rule(chosen, spec), spec, free, self.recipe.tune.seed)

@@ -106,8 +106,8 @@ def chance_of_length(length: float, tokens: int) -> float:
             f"an acceptance length of {length:g} with {tokens} drafts",
             f"it is from 1, when none is accepted, to {tokens + 1}",
         )
-    roots = np.roots([*[1.0] * tokens, 1.0 - length])
-    return min(max(roots.real[roots.imag == 0.0].tolist()), 1.0)
+    roots = np.roots([*[1.0] * tokens, 1.0 - length])  # one of them is real and not negative
+    return min(float(roots.real[roots.imag == 0.0].max()), 1.0)
 
 
 def drafts_of(

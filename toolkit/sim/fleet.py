@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.files.recipe import ScaleSpec
 from toolkit.scaling.autoscaler import Autoscaler, ScalingRule
 from toolkit.scaling.clairvoyant import ClairvoyantRule
 from toolkit.scaling.log import FleetLog, FleetPoint, State
 from toolkit.scaling.places import to_end, to_start
 from toolkit.scaling.types import FleetSample, ReplicaLoad
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.types import Refusal, Request
+from toolkit.sched.types import Request
 from toolkit.sim.clock import ENDS
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged_engine import PagedEngine, PagedRun
-from toolkit.sim.replicas import ReplicaClock, never_served
+from toolkit.sim.replicas import ReplicaClock
 from toolkit.traces.types import Trace
 
 if TYPE_CHECKING:
@@ -38,40 +39,20 @@ AUTOSCALER = -1  # in the place of a replica's index: the autoscaler's next step
 
 
 @dataclass(frozen=True, slots=True)
-class StartTimes:
-    """Seconds from the start of a replica until it takes requests, drawn from samples.
-
-    Attributes:
-        cold: of a replica in a place where none ran before.
-        warm: of one where one ran before; empty: as cold.
-        seed: of the draws.
-    """
-
-    cold: tuple[float, ...]
-    warm: tuple[float, ...] = ()
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Fleet:
-    """Replicas under an autoscaler.
+    """Replicas under an autoscaler. At first as many are ready as the world has workers.
 
     Attributes:
         scaling: the rule and its bounds.
-        begin: replicas that are ready when the first request comes.
-        starts: how long a start takes.
+        spec: the recipe's: how long a start and a drain take, and requests of a replica at once.
         free: replicas that there are GPUs for; others wait to be started.
-        drain_s: a replica that drains for longer is ended, and its requests are lost.
-        replica_requests: requests that the router gives one replica at once; others wait before
-            the router. 0: any number.
+        seed: of the starts, which are drawn.
     """
 
     scaling: ScalingRule
-    begin: int
-    starts: StartTimes
-    free: float
-    drain_s: float = math.inf
-    replica_requests: int = 0
+    spec: ScaleSpec
+    free: float = math.inf
+    seed: int = 0
 
 
 class FleetClock(ReplicaClock):
@@ -85,29 +66,29 @@ class FleetClock(ReplicaClock):
         ledger: Ledger,
         trace: Trace,
         world: World,
-        refused: Container[int],
-        fleet: Fleet,
     ) -> None:
-        super().__init__(requests, flags, engine, ledger, trace, world, refused)
+        super().__init__(requests, flags, engine, ledger, trace, world)
         assert self._balancer is not None  # a fleet has a router
+        assert world.fleet is not None
         self._front = self._balancer
-        self._fleet = fleet
+        self._fleet = world.fleet
         self._ledger = ledger
         self._flags = flags
         begin_s = float(trace.arrival_s[0])
-        self.log = FleetLog(begin_s)
-        scaling = fleet.scaling
+        self._log = FleetLog(begin_s)
+        scaling = world.fleet.scaling
         if isinstance(scaling.rule, ClairvoyantRule):
             rule = scaling.rule.with_requests(
                 trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), self._outputs
             )
             scaling = replace(scaling, rule=rule)
-        self._scaler = Autoscaler(scaling, fleet.begin, begin_s)
-        self._rng = np.random.default_rng(fleet.starts.seed)
-        self._states: list[State] = ["ready"] * fleet.begin
-        self._due_s = [begin_s] * fleet.begin  # when a start, or a drain, is over
-        for place in range(fleet.begin):
-            self.log.change(begin_s, place, "ready")
+        begin = ledger.workers
+        self._scaler = Autoscaler(scaling, begin, begin_s)
+        self._rng = np.random.default_rng(world.fleet.seed)
+        self._states: list[State] = ["ready"] * begin
+        self._due_s = [begin_s] * begin  # when a start, or a drain, is over
+        for place in range(begin):
+            self._log.change(begin_s, place, "ready")
         self._queued: deque[int] = deque()
         self._places: dict[int, int] = {}  # of the requests that replicas have
         self._arrived = 0
@@ -127,44 +108,39 @@ class FleetClock(ReplicaClock):
             return
         super().happen(rank, order, index)
         if rank == ENDS and order % 2:
-            number = order // 2
-            self._end(number, self._outputs[number])
+            self._end(order // 2)
 
     def arrive(self, number: int, came_s: float) -> None:
         self._last_s = self.now_s
-        if number in self._refused:
-            self.arrivals.ended([number], came_s, self._engine.seen_after_s(0))
-            return
-        self._arrived += 1
-        self._prompt_tokens += self._requests[number].prompt_tokens
-        self._queued.append(number)
-        self._dispatch(came_s)
+        if number not in self._refused:
+            self._arrived += 1
+            self._prompt_tokens += self._requests[number].prompt_tokens
+        super().arrive(number, came_s)
 
     def run(self) -> None:
         super().run()
-        self.log.end_s = max(self._last_s, max(self._ledger.completed_s, default=0.0))
+        self._log.end_s = max(self._last_s, max(self._ledger.completed_s, default=0.0))
+        self.log = self._log
+
+    def _route(self, number: int, came_s: float, full: tuple[int, ...] = ()) -> None:
+        self._queued.append(number)
+        self._dispatch(came_s)
 
     def _dispatch(self, came_s: float) -> None:
         """Give replicas the requests that wait before the router, as far as they may take them."""
-        self._hear()
         queued = self._queued
         while queued:
             full = self._full()
-            if len(full) == self._ready:
+            if len(full) == self._states.count("ready"):
                 return
             number = queued.popleft()
-            place = self._choose(number, full)
-            if isinstance(place, Refusal):
-                self.refusals.append(place)
-                self.arrivals.ended([number], came_s, self._engine.seen_after_s(0))
-                self._ended += 1
-            else:
-                self._places[number] = place
-                self._give(number, place, came_s)
+            super()._route(number, came_s, full)
+            if number not in self._places:
+                self._ended += 1  # it was refused
 
     def _full(self) -> tuple[int, ...]:
         """Return the ready replicas that may take no more requests."""
-        most = self._fleet.replica_requests
+        most = self._fleet.spec.replica_requests
         if not most:
             return ()
         return tuple(
@@ -175,32 +151,32 @@ class FleetClock(ReplicaClock):
             ]
         )
 
-    @property
-    def _ready(self) -> int:
-        return self._states.count("ready")
+    def _give(self, number: int, index: int, came_s: float) -> None:
+        self._places[number] = index
+        super()._give(number, index, came_s)
 
-    def _end(self, number: int, output_tokens: int) -> None:
+    def _end(self, number: int) -> None:
         """A client has seen the end of a request."""
         place = self._places.pop(number, None)
         if place is None:
             return  # it was lost with its replica
         self._ended += 1
-        self._output_tokens += output_tokens
+        self._output_tokens += self._outputs[number]
         self._last_s = self.now_s
         if self._states[place] == "draining" and not self._front.replicas[place].requests:
             self._enter(place, "gone")
             self._reconcile()
-        if self._fleet.replica_requests:
+        if self._fleet.spec.replica_requests:
             self._dispatch(self.now_s)
 
     def _scale(self) -> None:
         """Let the autoscaler work, and do what it says."""
         scaler = self._scaler
-        if scaler.step(self.now_s, self._ready, self._sample):
+        states = self._states
+        if scaler.step(self.now_s, states.count("ready"), self._sample):
             self._reconcile()
-            states = self._states
             under_way = len(self._queued) + len(self._places)
-            self.log.points.append(
+            self._log.points.append(
                 FleetPoint(
                     self.now_s,
                     scaler.wanted,
@@ -211,7 +187,7 @@ class FleetClock(ReplicaClock):
                 )
             )
         waits = self._queued and self.now_s < self._last_s + GIVEN_UP_S
-        if self.arrivals.left or self._places or waits or "starting" in self._states:
+        if self.arrivals.left or self._places or waits or "starting" in states:
             self.add(scaler.next_s, SCALES, 0, AUTOSCALER)
 
     def _sample(self) -> FleetSample:
@@ -240,47 +216,37 @@ class FleetClock(ReplicaClock):
         wanted = self._scaler.wanted
         for place in to_start(states, wanted, self._fleet.free):
             self._start(place)
-        for place in to_end(states, wanted):
-            if states[place] == "starting":
-                self._enter(place, "gone")
+        for place in to_end(states, wanted):  # it gets no more requests, and is gone without any
+            self._front.change(place, is_up=False)
+            if self._front.replicas[place].requests:
+                self._enter(place, "draining", self._fleet.spec.drain_s or math.inf)
             else:
-                self._empty(place)
+                self._enter(place, "gone")
 
     def _start(self, place: int) -> None:
-        """Start a replica in a free place."""
-        starts = self._fleet.starts
-        fresh = place == len(self._states)
-        samples = starts.cold if fresh else starts.warm or starts.cold
-        if fresh:
+        """Start a replica, with an empty cache, in a free place."""
+        spec = self._fleet.spec
+        samples = spec.start_s
+        engine = PagedRun(place, self._engine, self._flags, self._ledger, tells=True)
+        if place < len(self._states):
+            samples = spec.warm_start_s or samples
+            self._copies[place] = {}
+            self._runs[place] = engine
+        else:
             self._states.append("gone")
             self._due_s.append(math.inf)
             self._front.add(self._traits)
             self._ledger.busy_s.append(0.0)
             self._ledger.completed_s.append(0.0)
             self._copies.append({})
-            self._runs.append(self._engine_at(place))
-        else:
-            self._copies[place] = {}
-            self._runs[place] = self._engine_at(place)
+            self._runs.append(engine)
         self._enter(place, "starting", samples[int(self._rng.integers(len(samples)))])
-
-    def _engine_at(self, place: int) -> PagedRun:
-        """Return an engine with an empty cache."""
-        return PagedRun(place, self._engine, self._flags, self._ledger, tells=True)
-
-    def _empty(self, place: int) -> None:
-        """Send a replica no more requests; it is gone when it has none."""
-        self._front.change(place, is_up=False)
-        if self._front.replicas[place].requests:
-            self._enter(place, "draining", self._fleet.drain_s)
-        else:
-            self._enter(place, "gone")
 
     def _enter(self, place: int, state: State, lasts_s: float = math.inf) -> None:
         """A replica enters a state, and leaves it by itself after `lasts_s` seconds."""
         self._states[place] = state
         self._due_s[place] = self.now_s + lasts_s
-        self.log.change(self.now_s, place, state)
+        self._log.change(self.now_s, place, state)
         if lasts_s < math.inf:
             self.add(self._due_s[place], SCALES, 0, place)
 
@@ -303,23 +269,5 @@ class FleetClock(ReplicaClock):
                 del self._places[number]
                 self._front.ended(self._requests[number].request_id, -1)
                 self.arrivals.ended([number], self.now_s, 0.0)
-                self.log.lost += 1
+                self._log.lost += 1
                 self._ended += 1
-
-
-def serve_fleet(
-    requests: Sequence[Request],
-    flags: VllmPolicy,
-    engine: PagedEngine,
-    ledger: Ledger,
-    trace: Trace,
-    world: World,
-    fleet: Fleet,
-) -> tuple[list[Refusal], FleetLog]:
-    """Serve the requests of a trace on the replicas of a fleet. Returns the refusals, and what
-    happened to the replicas.
-    """
-    refused = never_served(requests, ledger.output_tokens, flags, engine)
-    clock = FleetClock(requests, flags, engine, ledger, trace, world, refused, fleet)
-    clock.run()
-    return [*refused.values(), *clock.refusals], clock.log

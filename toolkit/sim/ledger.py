@@ -115,7 +115,7 @@ class RequestOutcome:
         self.ok = False
 
     def go_on(self, at_s: float, gaps: TokenGaps | None) -> None:
-        """Its tokens begin, or go on after a wait, with one at `at_s`; the wait is one of `gaps`."""
+        """Its tokens begin, or go on after a wait, with one at `at_s`; `gaps` gets the wait."""
         if self.first_token_s < 0.0:
             self.first_token_s = at_s
             return

@@ -8,13 +8,14 @@ come to it every `REPORT_EVERY_S` seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.routing.admission import Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.simple import RoundRobinRouter
 from toolkit.routing.types import BLOCK_TOKENS, REPORT_EVERY_S, ReplicaTraits, RoutedRequest
+from toolkit.scaling.log import FleetLog
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import arrivals_of
@@ -38,8 +39,9 @@ class ReplicaClock(Clock):
     client sees a first token or the end of a request are events, with twice the request's number as
     their order, and 1 more for the end.
 
-    Args:
-        refused: the requests that are not served, since others may follow their ends.
+    Attributes:
+        refusals: of requests that no engine has room for, and of others by the front.
+        log: what happened to the replicas, where they come and go.
     """
 
     def __init__(
@@ -50,17 +52,21 @@ class ReplicaClock(Clock):
         ledger: Ledger,
         trace: Trace,
         world: World,
-        refused: Container[int],
     ) -> None:
+        self._refused: dict[int, Refusal] = {}
+        for number, request in enumerate(requests):
+            never = refusal(request, ledger.output_tokens[number], flags, engine)
+            if never is not None:
+                self._refused[number] = never
         super().__init__(
-            arrivals_of(ledger.arrival_s, world.turns(trace), world.concurrency, refused)
+            arrivals_of(ledger.arrival_s, world.turns(trace), world.concurrency, self._refused)
         )
+        self.refusals = [*self._refused.values()]
+        self.log: FleetLog | None = None
         self._requests = requests
         self._outputs = ledger.output_tokens
         self._engine = engine
-        self._refused = refused
         self._drain: bool = world.drain
-        self.refusals: list[Refusal] = []  # by the front
         router = world.router
         self._alone: bool = ledger.workers == 1 and world.fleet is None  # all come to one engine
         if router is None and world.fleet is not None:
@@ -119,14 +125,22 @@ class ReplicaClock(Clock):
             balancer.first_token(request_id, self.now_s)
 
     def arrive(self, number: int, came_s: float) -> None:
+        if number in self._refused:
+            self.arrivals.ended([number], came_s, self._engine.seen_after_s(0))
+        else:
+            self._route(number, came_s)
+
+    def _route(self, number: int, came_s: float, full: tuple[int, ...] = ()) -> None:
+        """Let the engine have a request that the router chooses, none of `full`, unless the front
+        refuses it.
+        """
         self._hear()
-        if number not in self._refused:
-            index = self._choose(number)
-            if isinstance(index, int):
-                self._give(number, index, came_s)
-                return
+        index = self._choose(number, full)
+        if isinstance(index, Refusal):
             self.refusals.append(index)
-        self.arrivals.ended([number], came_s, self._engine.seen_after_s(0))
+            self.arrivals.ended([number], came_s, self._engine.seen_after_s(0))
+        else:
+            self._give(number, index, came_s)
 
     def _give(self, number: int, index: int, came_s: float) -> None:
         """Let an engine have a request."""
@@ -222,35 +236,6 @@ class ReplicaClock(Clock):
             content=content,
             watched=bool(self._watched) and self._watched[number],
         )
-
-
-def serve(
-    requests: Sequence[Request],
-    flags: VllmPolicy,
-    engine: PagedEngine,
-    ledger: Ledger,
-    trace: Trace,
-    world: World,
-) -> list[Refusal]:
-    """Serve the requests of a trace on as many engines as the ledger has workers. Returns the
-    refusals.
-    """
-    refused = never_served(requests, ledger.output_tokens, flags, engine)
-    clock = ReplicaClock(requests, flags, engine, ledger, trace, world, refused)
-    clock.run()
-    return [*refused.values(), *clock.refusals]
-
-
-def never_served(
-    requests: Sequence[Request], outputs: Sequence[int], flags: VllmPolicy, engine: PagedEngine
-) -> dict[int, Refusal]:
-    """Return the refusals of the requests that no engine has room for, by number."""
-    refused = {}
-    for number, request in enumerate(requests):
-        never = refusal(request, outputs[number], flags, engine)
-        if never is not None:
-            refused[number] = never
-    return refused
 
 
 def refusal(
