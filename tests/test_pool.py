@@ -35,8 +35,9 @@ from toolkit.processes import supervisor
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import ROUTERS, make_router
-from toolkit.routing.types import ReplicaTraits, RoutedRequest
+from toolkit.routing.types import ReplicaTraits
 from toolkit.sched.policies.parameters import defaults
+from toolkit.sched.types import Request
 from toolkit.server import replicas as pools
 from toolkit.server.application import Application
 from toolkit.server.log import EventLog
@@ -601,7 +602,7 @@ def test_the_sessions_of_a_replay_go_where_the_simulator_sends_them():
     run(test, router="session")
     simulated = Balancer(make_router("session", {}), [ReplicaTraits(100_000)] * 2)
     homes = [
-        simulated.route(RoutedRequest(str(row), 100, 4, session=session), 0.0)
+        simulated.route(Request(str(row), 0.0, 100, 4, session=session), 0.0)
         for row, session in enumerate(("0", "1", "0", "1", "0"))
     ]
     assert served == [homes.count(0), homes.count(1)]
@@ -724,7 +725,7 @@ def test_the_law_of_the_plans_fit_routes():
     balancer = Balancer(make_router("by-law", {}), [], block_tokens=64)
     for _ in range(2):
         balancer.change(balancer.add(traits), is_up=True)
-    chosen = {balancer.route(RoutedRequest(f"r{k}", 500, 50), 0.0) for k in range(2)}
+    chosen = {balancer.route(Request(f"r{k}", 0.0, 500, 50), 0.0) for k in range(2)}
     assert chosen == {0, 1}
 
 

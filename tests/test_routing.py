@@ -16,9 +16,9 @@ from toolkit.routing.types import (
     DEFAULT_EXPECTED_TOKENS,
     ReplicaReport,
     ReplicaTraits,
-    RoutedRequest,
 )
 from toolkit.sched.policies.parameters import declared
+from toolkit.sched.types import Request
 
 # A pass takes 10 ms, 0.1 ms per new token and 1 us per cached token.
 LAW = PassLaw({"pass": 0.01, "token": 1e-4, "cached": 1e-6})
@@ -31,7 +31,7 @@ def balancer(name: str, replicas: int = 3, limits=UNLIMITED, **parameters) -> Ba
 
 
 def request(name: str, prompt: int = 50, blocks: tuple[int, ...] = (), session: str = ""):
-    return RoutedRequest(name, prompt, 100, blocks, session)
+    return Request(name, 0.0, prompt, 100, blocks=blocks, session=session)
 
 
 def index_of(replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> PrefixIndex:
@@ -205,7 +205,7 @@ def test_dynamo_chooses_as_its_own_formula_in_blocks():
         for replica, cached in zip(front.replicas, matched, strict=True):
             prefill = (replica.prefill_tokens + own * size) / size - credit * cached
             costs.append(scale * prefill + replica.blocks + own - cached)
-        home = front.route(RoutedRequest(str(k), own * size, 9, blocks), 0.0)
+        home = front.route(Request(str(k), 0.0, own * size, 9, blocks=blocks), 0.0)
         assert costs[home] == min(costs)
         for number in range(max(k - 30, 0), k):
             if rng.random() < 0.05:

@@ -18,7 +18,8 @@ import numpy as np
 from toolkit.routing.base import Router
 from toolkit.routing.by_law import LawRouter
 from toolkit.routing.replicas import Replica, RouterView, Sent
-from toolkit.routing.types import RoutedRequest, strictest
+from toolkit.routing.types import strictest
+from toolkit.sched.types import Request
 
 TARGET_SHARE_MAX = 0.9  # refuse a request that is predicted to take more than this of a target
 DELAY_WINDOW_REQUESTS = 256  # a delay is learnt from this many recent requests
@@ -91,7 +92,7 @@ class Admission:
         self._delay = Delay(limits.ttft_s)
 
     def place(
-        self, request: RoutedRequest, view: RouterView, able: Sequence[Replica], chosen: int
+        self, request: Request, view: RouterView, able: Sequence[Replica], chosen: int
     ) -> int | Overload:
         """The replica for a request: the `chosen` one where it would keep the targets, else the one
         where it would come nearest to them. `view.expected` is then the request there.

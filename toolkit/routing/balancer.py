@@ -14,7 +14,8 @@ import numpy as np
 from toolkit.routing.admission import UNLIMITED, Admission, LatencyLimits, Overload
 from toolkit.routing.base import Router
 from toolkit.routing.replicas import PrefixIndex, Replica, RouterView, Sent
-from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.routing.types import ReplicaReport, ReplicaTraits
+from toolkit.sched.types import Request
 
 HISTORY = 1000  # outputs that the mean length is of
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica; of 64 tokens each, 16 M tokens
@@ -63,7 +64,7 @@ class Balancer:
 
     def route(
         self,
-        request: RoutedRequest,
+        request: Request,
         now_s: float,
         excluded: Collection[int] = (),
         *,

@@ -7,8 +7,8 @@ from typing import ClassVar
 from mypy_extensions import mypyc_attr
 
 from toolkit.routing.replicas import RouterView
-from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.parameters import validate
+from toolkit.sched.types import Request
 
 
 @mypyc_attr(native_class=False)  # so that subclasses may be data classes with slots
@@ -29,6 +29,6 @@ class Router:
     def __post_init__(self) -> None:
         validate(self, f"router '{self.name}'")
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         """The index of the replica that gets the request."""
         raise NotImplementedError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from toolkit.laws.passes import PassLaw
 from toolkit.routing.base import Router
 from toolkit.routing.replicas import Replica, RouterView, Sent
-from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.parameters import parameter, policy
+from toolkit.sched.types import Request
 
 MOST_WEIGHED = 12  # replicas that it computes the costs of
 SHARPNESS = 16  # how fast the chance to miss a target rises near it
@@ -43,7 +43,7 @@ class LawRouter(Router):
     ttft_s: float = parameter(0.0, doc="target of the time to the first token; 0: none")
     gap_s: float = parameter(0.0, doc="target of the largest gap between two tokens; 0: none")
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         """The replica of the least cost; what is expected there is left in `view.expected`."""
         view.replicas = _likely(view)
         each = [self.expected(request, replica, view) for replica in view.replicas]
@@ -53,7 +53,7 @@ class LawRouter(Router):
                 view.expected = each[place]
         return index
 
-    def expected(self, request: RoutedRequest, replica: Replica, view: RouterView) -> Sent:
+    def expected(self, request: Request, replica: Replica, view: RouterView) -> Sent:
         """Return the request as it would be sent to a replica now, with what to expect of it
         there.
         """

@@ -17,8 +17,8 @@ import numpy as np
 from toolkit.routing.types import (
     DEFAULT_EXPECTED_TOKENS,
     ReplicaTraits,
-    RoutedRequest,
 )
+from toolkit.sched.types import Request
 
 
 class Sent:
@@ -39,7 +39,7 @@ class Sent:
         "prompt_tokens", "request", "sent_s", "stalls",
     )  # fmt: skip
 
-    def __init__(self, request: RoutedRequest, sent_s: float, cached_tokens: int) -> None:
+    def __init__(self, request: Request, sent_s: float, cached_tokens: int) -> None:
         self.request = request
         self.sent_s = sent_s
         self.cached_tokens = cached_tokens
@@ -298,7 +298,7 @@ class RouterView:
         self.blocks: Sequence[object] = ()
         self._matched: list[int] | None = None
 
-    def begin(self, request: RoutedRequest, replicas: list[Replica], now_s: float) -> None:
+    def begin(self, request: Request, replicas: list[Replica], now_s: float) -> None:
         """A request is to be routed to one of these."""
         self.replicas = replicas
         self.now_s = now_s
@@ -314,7 +314,7 @@ class RouterView:
             matched = self._matched = self._index.matched(self.blocks, self.now_s)
         return matched
 
-    def cached_tokens(self, request: RoutedRequest, replica: Replica) -> int:
+    def cached_tokens(self, request: Request, replica: Replica) -> int:
         """Prompt tokens that a replica need not compute; the last one it always computes."""
         if self._matched is None:  # only this one is asked for
             blocks = self._index.matched_by(replica.index, self.blocks, self.now_s)

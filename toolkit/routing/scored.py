@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit.routing.base import Router
 from toolkit.routing.replicas import RouterView
-from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.parameters import parameter, policy
+from toolkit.sched.types import Request
 
 
 def _weight(default: float, doc: str) -> Any:
@@ -31,7 +31,7 @@ class ScoredRouter(Router):
     queue: float = _weight(1.0, "weight of the queue's length")
     kv: float = _weight(1.0, "weight of the use of the KV cache")
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         queues = self.queues(view)
         uses = self.uses(view)
         prefix, queue, kv = self.prefix, self.queue, self.kv  # looked up once, for speed
@@ -107,7 +107,7 @@ class SglangRouter(ScoredRouter):
         1.5, low=1, search=(1.0, 4.0), doc="times the load of the least loaded replica"
     )
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         if self.match_counts(view):
             return ScoredRouter.choose(self, request, view)
         return view.least(self.queues(view))

@@ -8,8 +8,8 @@ from bisect import bisect_left
 from toolkit.routing.base import Router
 from toolkit.routing.replicas import RouterView
 from toolkit.routing.simple import fewest_requests
-from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.parameters import parameter, policy
+from toolkit.sched.types import Request
 
 RING_POINTS = 160  # of each replica on the ring
 
@@ -27,7 +27,7 @@ class SessionRouter(Router):
         0.0, high=100, search=(1.05, 3.0), doc="a replica's share of the mean load; 0: no bound"
     )
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         key = request.session or (str(request.blocks[0]) if request.blocks else "")
         if not key:
             return fewest_requests(view)

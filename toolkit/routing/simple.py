@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from toolkit.routing.base import Router
 from toolkit.routing.replicas import RouterView
-from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.parameters import policy
+from toolkit.sched.types import Request
 
 
 @policy("round-robin")
 class RoundRobinRouter(Router):
     """To each replica in turn."""
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         return view.replicas[view.routed % len(view.replicas)].index
 
 
@@ -20,7 +20,7 @@ class RoundRobinRouter(Router):
 class LeastRequestsRouter(Router):
     """To the replica with the fewest requests that have not ended."""
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         return fewest_requests(view)
 
 
@@ -28,7 +28,7 @@ class LeastRequestsRouter(Router):
 class LeastMemoryRouter(Router):
     """To the replica with the smallest share of its cache in use once outputs have mean length."""
 
-    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+    def choose(self, request: Request, view: RouterView) -> int:
         size = view.block_tokens
         expected = view.expected_tokens
         matched = view.matched

@@ -1,4 +1,4 @@
-"""Requests and replicas as routers see them."""
+"""Replicas as routers see them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
 # seconds between two readings of a replica's own figures, where the router reads them.
 BLOCK_TOKENS = 64
 REPORT_EVERY_S = 0.25
-
-
-class RoutedRequest(msgspec.Struct, frozen=True):
-    """A request as a router sees it.
-
-    `blocks` are chain hashes of the prompt's full blocks: equal values stand for equal tokens in
-    that block and in all before it. `session` names the conversation; empty if there is none.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    max_new_tokens: int
-    blocks: tuple[int, ...] = ()
-    session: str = ""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):

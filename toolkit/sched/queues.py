@@ -118,6 +118,6 @@ def static_pass(worker: Worker, jobs: Sequence[Job], steps: int) -> Pass:
     It has at most `steps` steps, and none after the longest job.
     """
     length = max(job.length for job in jobs)
-    steps = min(steps, max(job.remaining_limit for job in jobs))
+    steps = min(steps, max(job.max_new_tokens - job.generated for job in jobs))
     estimate = serving_s(worker.latency, len(jobs), length, steps)
     return Pass(worker.index, tuple(jobs), steps, length, estimate)

@@ -34,10 +34,15 @@ Joining = Literal["embed", "shape"]
 @mypyc_attr(acyclic=True)
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for, as far as scheduling is concerned.
+    """What a client asked for, as far as schedulers and routers are concerned.
 
-    `max_new_tokens` is the client's limit on output tokens, not the length that the output will
-    have. A request with a smaller `priority` is more urgent.
+    Attributes:
+        max_new_tokens: the client's limit on output tokens, not the length that the output will
+            have.
+        priority: a request with a smaller one is more urgent.
+        blocks: for a router, chain hashes of the prompt's full blocks: equal values stand for equal
+            tokens in that block and in all before it.
+        session: for a router, names the conversation; empty: there is none.
     """
 
     request_id: str
@@ -45,6 +50,8 @@ class Request:
     prompt_tokens: int
     max_new_tokens: int
     priority: int = 0
+    blocks: tuple[int, ...] = ()
+    session: str = ""
 
 
 @mypyc_attr(acyclic=True)
@@ -132,11 +139,6 @@ class Job:
             f"Job({self.request_id!r}, ticket={self.ticket}, length={self.length}, "
             f"generated={self.generated})"
         )
-
-    @property
-    def remaining_limit(self) -> int:
-        """Tokens that the job may still generate."""
-        return self.max_new_tokens - self.generated
 
 
 @mypyc_attr(acyclic=True)

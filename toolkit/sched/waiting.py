@@ -55,11 +55,6 @@ class WaitingJobs:
         """The number of jobs, deferred ones included."""
         return len(self.jobs) + len(self.behind)
 
-    @property
-    def longest_new(self) -> int:
-        """The longest input of the jobs that have generated nothing yet; 0 if there are none."""
-        return max([job.length for job in self.all_jobs() if not job.generated], default=0)
-
     def after(self, count: int) -> Job:
         """The job that is first once `count` of `jobs` were taken; one must be left."""
         return self.jobs[count] if count < len(self.jobs) else self.behind[0]

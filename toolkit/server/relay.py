@@ -18,7 +18,7 @@ from toolkit.openai.events import in_parts
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import GenerationCall
 from toolkit.routing.admission import Overload
-from toolkit.routing.types import RoutedRequest
+from toolkit.sched.types import Request
 from toolkit.server.backend import late
 from toolkit.server.live import send_whole
 from toolkit.server.replicas import NOT_SERVED, LiveReplica
@@ -188,14 +188,15 @@ class RelayedRequest:
                         await pool.changed.wait()
         return able
 
-    def _routed(self) -> RoutedRequest:
+    def _routed(self) -> Request:
         """The request as the router sees it: its prompt ends with what the client has."""
-        return RoutedRequest(
+        return Request(
             self._id,
+            self.times.arrival_s,
             self.prompt_tokens + self._merged.tokens,
             self.new_tokens,
-            self._blocks,
-            self._call.session,
+            blocks=self._blocks,
+            session=self._call.session,
         )
 
     async def _attempt(self, replica: LiveReplica) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from toolkit.routing.admission import Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.simple import RoundRobinRouter
-from toolkit.routing.types import BLOCK_TOKENS, REPORT_EVERY_S, ReplicaTraits, RoutedRequest
+from toolkit.routing.types import BLOCK_TOKENS, REPORT_EVERY_S, ReplicaTraits
 from toolkit.scaling.log import FleetLog
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
@@ -199,9 +199,9 @@ class ReplicaClock(Clock):
         assert index is not None  # one is up
         return index
 
-    def _routed(self, number: int, request: Request) -> RoutedRequest:
-        """Return the request as the router sees it: the hashes of its full blocks, and its session.
-        Without hashes in the trace, the turns of a session have one chain of blocks.
+    def _routed(self, number: int, request: Request) -> Request:
+        """Return the request with what the router sees: the hashes of its full blocks, and its
+        session. Without hashes in the trace, the turns of a session have one chain of blocks.
         """
         shared = self._shared
         sessions = self._sessions
@@ -216,8 +216,14 @@ class ReplicaClock(Clock):
         elif sessions is not None:
             chain = sessions[number] << 32
             blocks = tuple(range(chain, chain + full))
-        return RoutedRequest(
-            request.request_id, request.prompt_tokens, request.max_new_tokens, blocks, session
+        return Request(
+            request.request_id,
+            request.arrival_s,
+            request.prompt_tokens,
+            request.max_new_tokens,
+            request.priority,
+            blocks,
+            session,
         )
 
     def _row(self, number: int, index: int) -> PagedRow:

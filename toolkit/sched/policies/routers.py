@@ -144,7 +144,8 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
         used.append(job.length)
         remaining.append(max(expected - job.generated, 1))
     if worker.padded:
-        held = max([waiting.longest_new, *new])
+        new += [job.length for job in waiting.all_jobs() if not job.generated]
+        held = max(new, default=0)
         first = count * (held + fresh)
     else:
         first = held + count * fresh
