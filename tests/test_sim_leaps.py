@@ -44,7 +44,6 @@ MODELS = {
     "windows alone": [WINDOW],
     "windows and blocks of two sizes": [FULL, replace(WINDOW, block=8)],
     "full attention in blocks of two sizes": [FULL, replace(FULL, block=8)],
-    "chunks": [FULL, replace(WINDOW, kind="chunk")],
     "states": [FULL, STATE, STATE],
     "states with checkpoints": [replace(STATE, checkpoints=1), FULL],
     "states without prefix caching": [FULL, replace(STATE, block=112, mode="none")],

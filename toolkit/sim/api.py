@@ -178,7 +178,8 @@ def _run(
             f"{what}, and policy '{policy.name}' gives requests to workers itself",
             f"leave it out, or simulate the policy '{VllmPolicy.name}'",
         )
-    arrivals = arrivals_of(ledger.arrival_s, world.turns(trace), world.concurrency)
+    turns = trace.sessions if world.closed_loop else None
+    arrivals = arrivals_of(ledger.arrival_s, turns, world.concurrency)
     if policy.knows_lengths:
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})

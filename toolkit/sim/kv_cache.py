@@ -449,7 +449,7 @@ class FullGroup:
         place = end // self.block
         has_key = bool(table.runs) and table.runs[-1].stop > place
         if 0 < end <= tokens and end % self.block and place < table.length and not has_key:
-            self._add(row.node(end), table, place, place + 1, -1 - self.number)
+            self.add(row.node(end), table, place, place + 1, -1 - self.number)
 
     def kept(self, row: PagedRow, start: int, stop: int) -> list[tuple[int, int]]:
         """Return which of the places `start` to `stop` - 1 have blocks that are kept for others."""
@@ -518,10 +518,10 @@ class FullGroup:
         for node in row.path:
             end = min(node.end // self.block, stop)
             if at < end:
-                self._add(node, table, at, end, self.number)
+                self.add(node, table, at, end, self.number)
                 at = end
 
-    def _add(self, node: Node, table: BlockTable, at: int, stop: int, group: int) -> None:
+    def add(self, node: Node, table: BlockTable, at: int, stop: int, group: int) -> None:
         """Give keys to blocks that only this row holds, in a longer run or a new one."""
         runs = table.runs
         if runs:
@@ -611,20 +611,6 @@ class WindowGroup(FullGroup):
     def net(self, row: PagedRow, tokens: int, processed: int) -> int:
         gone = max(self.skipped(processed) // self.block - row.tables[self.number].gone, 0)
         return super().net(row, tokens, processed) - (gone if self.cache.is_aligned else 0)
-
-
-class ChunkGroup(FullGroup):
-    """Chunked local attention: a token looks at the tokens of its chunk. vLLM keeps all blocks."""
-
-    __slots__ = ()
-
-    def __init__(self, number: int, group: CacheGroup, cache: KVCache) -> None:
-        super().__init__(number, group, cache)
-        self.is_full = False
-        self.most = ceil_div(min(self.window + cache.in_flight, cache.longest), self.block)
-
-    def skipped(self, tokens: int) -> int:
-        return tokens // self.window * self.window
 
 
 class OneStateGroup(FullGroup):
@@ -902,10 +888,10 @@ class KVCache:
         self.is_aligned = not self.states and (
             not windows or (late == 1 and all(one.window % one.block == 0 for one in windows))
         )
-        gives = len(windows) > 0
-        chunks = any(isinstance(group, ChunkGroup) for group in self.groups)
-        self.can_step = not chunks and not (gives and caches and retention != 0)
-        self.only_takes = not chunks and not gives
+        self.only_takes = not windows
+        self.can_step = self.only_takes or not caches or retention == 0
+        # whether rows that share nothing get their keys only when they lose their blocks
+        self._defers = len(self.groups) == 1 and self.groups[0].is_full
         self._nothing = [Hit() for _ in groups]
 
     def _made(self, number: int, spec: CacheGroup) -> FullGroup:
@@ -913,14 +899,12 @@ class KVCache:
             return FullGroup(number, spec, self)
         if spec.kind == "window":
             return WindowGroup(number, spec, self)
-        if spec.kind == "chunk":
-            return ChunkGroup(number, spec, self)
         if spec.kind == "state":
             aligned = spec.mode == "align"
             return (StateGroup if aligned else OneStateGroup)(number, spec, self)
         raise InputError(
             f"a cache of kind '{spec.kind or spec.spec}' is not modelled",
-            "full, mla, window, chunk and state are",
+            "full, mla, window and state are",
         )
 
     def look_up(self, row: PagedRow) -> tuple[list[Hit], int]:
@@ -930,14 +914,16 @@ class KVCache:
         row.junction = 0
         if not self.caches:
             return self._nothing, 0
+        if row.content is None and not row.preempted:
+            if not self._defers:
+                row.path = [Node(None, 0, self.longest)]
+            return self._nothing, 0
         if not row.path:
-            node: Node | None = row.content or Node(None, 0, self.longest)
+            node = row.content
             while node is not None:
                 row.path.append(node)
                 node = node.parent
             row.path.reverse()
-        if row.content is None and not row.preempted:
-            return self._nothing, 0
         most = row.known - 1
         if len(self.groups) == 1:
             hits, found = self.groups[0].find(row, most, self.groups)
@@ -1033,6 +1019,12 @@ class KVCache:
         if not self.caches:
             return
         tokens = min(tokens, row.known)
+        if not row.path:  # its keys can wait until it loses its blocks
+            table = row.tables[0]
+            full = tokens // self.unit
+            if full > table.looked:
+                table.looked = full
+            return
         if len(self.groups) > 1:
             tokens = tokens // self.whole * self.whole
         for group in self.groups:
@@ -1042,6 +1034,10 @@ class KVCache:
 
     def release(self, row: PagedRow) -> None:
         """Take all blocks of a row back, group by group."""
+        table = row.tables[0]
+        if self._defers and not row.path and table.looked:
+            row.path.append(Node(None, 0, self.longest))
+            self.groups[0].add(row.path[0], table, 0, table.looked, 0)
         for group in self.groups:
             group.release(row)
 

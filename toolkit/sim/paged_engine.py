@@ -189,32 +189,25 @@ class PagedRun:
         self._index = index
         self._engine = engine
         self._ledger = ledger
-        self._ahead = engine.ahead
         self._tells = tells
-        self._blocks = engine.blocks
-        self._block_tokens = engine.block_tokens
         # with several groups of caches, of the longest request
-        self._tokens_per_block: float = float(engine.block_tokens)
-        if engine.caches is not None:
-            self._tokens_per_block = engine.capacity_tokens / max(engine.blocks, 1)
+        self._tokens_per_block: float = engine.capacity_tokens / max(engine.blocks, 1)
         self._gaps = Gaps()
-        self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
         self.scheduler = engine.scheduler(flags)
         ledger.pools.append(self.scheduler.pool)
-        self._arrived: list[PagedRow] = []
         self._flight = (OverlappingFlight if engine.ahead else Flight)(engine.steps)
         self._leap: PlannedPass | None = None  # the first of the passes that are under way
         self._since_s = 0.0  # when the engine began to work for them alone
         self._can_cut = False  # whether a request that comes ends the leap
-        self._done_s = -math.inf  # when the tokens of the last pass before them exist
+        self._done_s = -math.inf  # the end of the last pass before them, with its tokens
         self._plan_s = 0.0  # when the next pass is planned
         self.next_s = math.inf
 
     def arrive(self, row: PagedRow, now_s: float) -> None:
         """A request comes."""
-        self._arrived.append(row)
+        self.scheduler.add(row)
         if self._leap is None:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
@@ -239,7 +232,7 @@ class PagedRun:
         self._leap = None
         if leap is not None:
             self._commit(leap)
-            if self._ahead:
+            if self._engine.ahead:
                 scheduler.settle()
             else:
                 self._give(leap, now_s)
@@ -250,8 +243,9 @@ class PagedRun:
                     return
                 leap = None
         plan: PlannedPass | None = None
-        if drain or self._arrived or scheduler.waiting:
-            plan = self._planned()
+        if drain or scheduler.waiting:
+            plan = scheduler.schedule()
+            self._ledger.evictions += len(plan.preempted)
         shape = plan.shape if plan is not None and plan.rows else None
         if leap is not None or shape is not None:
             end_s = flight.follow(shape, now_s)
@@ -260,9 +254,9 @@ class PagedRun:
         if plan is not None:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
-                    self._close(row, self._last_s)
+                    self._close(row, self._done_s)
             for row in plan.paused:
-                self._close(row, self._last_s)
+                self._close(row, self._done_s)
         if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
             return
@@ -275,23 +269,12 @@ class PagedRun:
         """Its own figures."""
         scheduler = self.scheduler
         flight = self._flight
-        used = self._blocks - scheduler.pool.free
+        pool = scheduler.pool
+        used = pool.blocks - pool.free
         if self._leap is not None and flight.steps > 1:
             share = (now_s - flight.begin_s) / max(flight.end_s - flight.begin_s, 1e-9)
-            used += int(share * flight.steps * self._leap.shape.decodes / self._block_tokens)
-        waiting = len(scheduler.waiting) + len(self._arrived)
-        return ReplicaReport(waiting, min(used / self._blocks, 1.0))
-
-    def _planned(self) -> PlannedPass:
-        """Plan the next pass, with all requests that have come."""
-        scheduler = self.scheduler
-        if self._arrived:
-            for row in self._arrived:
-                scheduler.add(row)
-            self._arrived.clear()
-        plan = scheduler.schedule()
-        self._ledger.evictions += len(plan.preempted)
-        return plan
+            used += int(share * flight.steps * self._leap.shape.decodes / self._engine.block_tokens)
+        return ReplicaReport(len(scheduler.waiting), min(used / pool.blocks, 1.0))
 
     def _begin(self, plan: PlannedPass, now_s: float, until_s: float) -> None:
         """The planned pass begins, and with it those that decode the same rows."""
@@ -314,9 +297,9 @@ class PagedRun:
         ledger = self._ledger
         steps = self._flight.steps
         pool = scheduler.pool
-        held_first = self._blocks - pool.free
+        held_first = pool.blocks - pool.free
         scheduler.commit(steps)
-        held = self._blocks - pool.free
+        held = pool.blocks - pool.free
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * plan.rows
@@ -343,7 +326,7 @@ class PagedRun:
         decoding = leap.decoding
         first_s = end_s if steps == 1 else flight.first_s
         if decoding:
-            gap_s = first_s - self._last_s
+            gap_s = first_s - self._done_s
             between = flight.gaps(end_s) if steps > 1 else []
             longest_s = gap_s
             for _, _, last_s in between:
@@ -358,7 +341,7 @@ class PagedRun:
                     ledger.token_gaps.add(leap.accepted, 0.0, 0.0)
         if leap.joined:
             self._join(leap.joined, gaps.mark(alone=not decoding), first_s)
-        self._last_s = self._done_s = end_s
+        self._done_s = end_s
         for row in leap.ended:
             self._close(row, end_s)
             ledger.outcomes[row.number].ok = True

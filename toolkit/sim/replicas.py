@@ -58,9 +58,8 @@ class ReplicaClock(Clock):
             never = refusal(request, ledger.output_tokens[number], flags, engine)
             if never is not None:
                 self._refused[number] = never
-        super().__init__(
-            arrivals_of(ledger.arrival_s, world.turns(trace), world.concurrency, self._refused)
-        )
+        turns = trace.sessions if world.closed_loop else None
+        super().__init__(arrivals_of(ledger.arrival_s, turns, world.concurrency, self._refused))
         self.refusals = [*self._refused.values()]
         self.log: FleetLog | None = None
         self._requests = requests

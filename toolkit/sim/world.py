@@ -35,7 +35,7 @@ from toolkit.sched.types import NO_LIMIT, Joining, LatencyLaw, Request, Worker
 from toolkit.sim.fleet import Fleet
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.traces.types import Sessions, Trace
+from toolkit.traces.types import Trace
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,12 +108,6 @@ class World:
     # So many requests at once: the next one starts when one ends. 0: they start when the trace, or
     # a closed loop of sessions, says so.
     concurrency: int = 0
-
-    def turns(self, trace: Trace) -> Sessions | None:
-        """Return a trace's sessions if each turn follows the end of the turn before; None: all
-        requests come at their own times.
-        """
-        return trace.sessions if self.closed_loop else None
 
     def under(self, policy: AnyPolicy) -> World:
         """The same world with the laws for what `policy` runs: static batches or rounds.
