@@ -330,6 +330,25 @@ def test_the_rule_of_a_recipe_is_rendered_if_it_names_one(
     assert (spec["triggers"][0]["metadata"]["threshold"] == "7") is named
 
 
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [("keda, parameters: {waiting: 0}", "no threshold"), ("clairvoyant", "only a simulation")],
+)
+def test_a_rule_by_which_nothing_would_scale_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit = Scenario.open(ScenarioOptions(recipe=recipe_path(RECIPE))).inputs["fit"]
+    scale = f"scale: {{start_s: [90], scaling: {{rule: {rule}}}}}\n"
+    Path("own.yaml").write_text(recipe_path(RECIPE).read_text() + scale)
+    said = ran(capsys, "render own.yaml --target kubernetes --fit", fit, code=2)
+    assert text in said.err
+
+
 def test_by_law_in_a_recipe_needs_its_capacity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

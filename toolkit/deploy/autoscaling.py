@@ -25,6 +25,7 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.scaling.behaviour import MAX_PERIOD_S, MAX_WINDOW_S
 from toolkit.scaling.by_law import DAY_S, MEANS_S, LawRule
+from toolkit.scaling.clairvoyant import ClairvoyantRule
 from toolkit.scaling.hpa import TOLERANCE, HpaRule
 from toolkit.scaling.keda import KedaRule
 from toolkit.scaling.planner import PlannerRule
@@ -127,8 +128,8 @@ def of_rule(plan: Plan, count: Sourced[int], *, front: bool) -> Autoscaling:
         count: pods at the beginning.
         front: the pods are replicas of a server, with llmctl's front before them.
 
-    Raises `InputError` for a rule that runs in another project's autoscaler, for one that lets the
-    last replica go, and without a front.
+    Raises `InputError` for a rule that runs in another project's autoscaler or in no cluster, for
+    one that lets the last replica go, and without a front.
     """
     spec, scale = plan.settings.scaling, plan.recipe.scale
     assert spec is not None
@@ -151,6 +152,11 @@ def of_rule(plan: Plan, count: Sourced[int], *, front: bool) -> Autoscaling:
         raise InputError(
             "scale.min is 0, and llmctl's front refuses requests while no replica runs",
             "make the rule for --least 1",
+        )
+    if spec.rule == ClairvoyantRule.name:
+        raise InputError(
+            f"rule '{spec.rule}' knows the requests that will come, as only a simulation does",
+            "take another rule",
         )
     if spec.rule == KedaRule.name and not any(values[name] for name in THRESHOLDS):
         raise InputError(
