@@ -332,7 +332,10 @@ def test_the_rule_of_a_recipe_is_rendered_if_it_names_one(
 
 @pytest.mark.parametrize(
     ("rule", "text"),
-    [("keda, parameters: {waiting: 0}", "no threshold"), ("clairvoyant", "only a simulation")],
+    [
+        ("keda, parameters: {waiting: 0}", "no threshold"),
+        ("clairvoyant, parameters: {capacity: 9}", "only a simulation"),
+    ],
 )
 def test_a_rule_by_which_nothing_would_scale_is_refused(
     tmp_path: Path,
