@@ -296,8 +296,15 @@ def test_wrong_input(
 
 
 def test_the_last_replica_stays(rendered: Rendered, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AssertionError, match="no replica runs"):
+    with pytest.raises(AssertionError, match="keeps at least one"):
         rendered(fleet("by-law", 48.0), min=0)
+
+
+def test_a_bound_of_requests_for_each_replica_is_refused(
+    rendered: Rendered, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError, match="no replica has a bound"):
+        rendered(fleet("by-law", 48.0), replica_requests=8)
 
 
 def test_nothing_keeps_the_targets(

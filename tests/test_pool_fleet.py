@@ -24,8 +24,9 @@ from toolkit.files.recipe import ScaleSpec, ScalingSpec
 from toolkit.scaling.autoscaler import Autoscaler
 from toolkit.scaling.log import FleetHeader, FleetLine, FleetLog, FleetStep, ReplicaChange
 from toolkit.scaling.places import to_end, to_start
+from toolkit.scaling.rules import scaling_of
 from toolkit.server.log import EventLog
-from toolkit.server.own_replicas import OwnReplicas, scaling_of
+from toolkit.server.own_replicas import OwnReplicas
 
 pytestmark = pytest.mark.slow
 

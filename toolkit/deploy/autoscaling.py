@@ -25,11 +25,10 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.scaling.behaviour import MAX_PERIOD_S, MAX_WINDOW_S
 from toolkit.scaling.by_law import DAY_S, MEANS_S, LawRule
-from toolkit.scaling.clairvoyant import ClairvoyantRule
 from toolkit.scaling.hpa import TOLERANCE, HpaRule
 from toolkit.scaling.keda import KedaRule
 from toolkit.scaling.planner import PlannerRule
-from toolkit.scaling.rules import make_behaviour, make_rule
+from toolkit.scaling.rules import make_rule, scaling_of
 from toolkit.scaling.saturation import SaturationRule
 from toolkit.scaling.static import StaticRule
 from toolkit.scaling.tokens import TokensRule
@@ -128,12 +127,11 @@ def of_rule(plan: Plan, count: Sourced[int], *, front: bool) -> Autoscaling:
         count: pods at the beginning.
         front: the pods are replicas of a server, with llmctl's front before them.
 
-    Raises `InputError` for a rule that runs in another project's autoscaler or in no cluster, for
-    one that lets the last replica go, and without a front.
+    Raises `InputError` for a rule that runs in another project's autoscaler, without a front, and
+    for what only a simulation can do (`scaling_of`).
     """
-    spec, scale = plan.settings.scaling, plan.recipe.scale
+    spec = plan.settings.scaling
     assert spec is not None
-    assert scale is not None
     values = parameters(make_rule(spec.rule, spec.parameters))
     if spec.rule in ELSEWHERE:
         other, names = ELSEWHERE[spec.rule]
@@ -148,30 +146,26 @@ def of_rule(plan: Plan, count: Sourced[int], *, front: bool) -> Autoscaling:
             f"'{plan.recipe.engine.name}' has none",
             "name a recipe with engine vllm",
         )
-    if scale.min == 0 and spec.rule != StaticRule.name:
-        raise InputError(
-            "scale.min is 0, and llmctl's front refuses requests while no replica runs",
-            "make the rule for --least 1",
-        )
-    if spec.rule == ClairvoyantRule.name:
-        raise InputError(
-            f"rule '{spec.rule}' knows the requests that will come, as only a simulation does",
-            "take another rule",
-        )
     if spec.rule == KedaRule.name and not any(values[name] for name in THRESHOLDS):
         raise InputError(
             "rule 'keda' has no threshold, so nothing scales",
             f"set one of {', '.join(THRESHOLDS)}; or take the rule static",
         )
-    bounds = _explained(plan, "scale.", {"min": scale.min, "max": max(scale.max, count.value)})
+    if spec.rule == StaticRule.name:
+        poll_s = Sourced(POLL_S, "nothing scales")
+        return Autoscaling(spec.rule, {}, {}, count, count, poll_s, "")
+    scaling = scaling_of(plan)
+    assert scaling is not None
+    most = max(scaling.most, count.value)
+    bounds = _explained(plan, "scale.", {"min": scaling.least, "max": most})
     return Autoscaling(
         rule=spec.rule,
         parameters=_explained(plan, f"{spec.rule}.", values),
-        behaviour=_explained(plan, BEHAVIOUR, parameters(make_behaviour(spec.behaviour))),
+        behaviour=_explained(plan, BEHAVIOUR, parameters(scaling.behaviour)),
         least=bounds["min"],
-        most=count if spec.rule == StaticRule.name else bounds["max"],
-        poll_s=Sourced(max(round(scale.poll_s), 1), "scale.poll_s, as simulated"),
-        needs=RUN_BY.get(spec.rule, ""),
+        most=bounds["max"],
+        poll_s=Sourced(max(round(scaling.poll_s), 1), "scale.poll_s, as simulated"),
+        needs=RUN_BY[spec.rule],
     )
 
 

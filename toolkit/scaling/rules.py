@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan
 from toolkit.files.recipe import ScaleSpec, ScalingSpec
 from toolkit.scaling.autoscaler import ScalingRule
 from toolkit.scaling.base import Rule
@@ -61,3 +63,25 @@ def scaling_rule(chosen: ScalingSpec, spec: ScaleSpec) -> ScalingRule:
         spec.scrape_s,
         spec.poll_s,
     )
+
+
+def scaling_of(plan: Plan) -> ScalingRule | None:
+    """Return the rule by which a plan's replicas come and go behind a front; None: their number is
+    fixed. Raises InputError for what only a simulation can do.
+    """
+    chosen = plan.settings.scaling
+    spec = plan.recipe.scale
+    if chosen is None:
+        return None
+    why = ""
+    if spec is None:
+        why = "the recipe has no bounds for its replicas (scale)"
+    elif not spec.min:
+        why = "scale.min 0: a front keeps at least one of its replicas"
+    elif spec.replica_requests:
+        why = f"scale.replica_requests {spec.replica_requests}: no replica has a bound in a front"
+    elif chosen.rule == ClairvoyantRule.name:
+        why = f"rule '{chosen.rule}' knows the requests that will come, as only a simulation does"
+    if spec is None or why:
+        raise InputError(why, "change the recipe or the rule, and render the plan again")
+    return scaling_rule(chosen, spec)

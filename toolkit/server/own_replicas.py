@@ -23,14 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import LlmctlError
 from toolkit.files.plan import Plan
 from toolkit.processes.supervisor import Supervisor
-from toolkit.scaling.autoscaler import Autoscaler, ScalingRule
-from toolkit.scaling.clairvoyant import ClairvoyantRule
+from toolkit.scaling.autoscaler import Autoscaler
 from toolkit.scaling.log import FleetHeader, FleetLine, FleetStep, ReplicaChange, State
 from toolkit.scaling.places import to_end, to_start
-from toolkit.scaling.rules import scaling_rule
+from toolkit.scaling.rules import scaling_of
 from toolkit.scaling.types import FleetSample, ReplicaLoad
 from toolkit.server.log import EventLog
 from toolkit.server.options import ServerOptions
@@ -298,25 +297,3 @@ class OwnReplicas(Supervisor):
         if self._decisions is not None:
             self._decisions.add(line)
             self._decisions.flush()
-
-
-def scaling_of(plan: Plan) -> ScalingRule | None:
-    """Return the rule by which a plan's own replicas come and go; None: their number is fixed.
-    Raises InputError for what only a simulation can do.
-    """
-    chosen = plan.settings.scaling
-    spec = plan.recipe.scale
-    if chosen is None:
-        return None
-    why = ""
-    if spec is None:
-        why = "the recipe has no bounds for its replicas (scale)"
-    elif not spec.min:
-        why = "scale.min 0: a front keeps at least one of its replicas"
-    elif spec.replica_requests:
-        why = f"scale.replica_requests {spec.replica_requests}: no replica has a bound in a front"
-    elif chosen.rule == ClairvoyantRule.name:
-        why = f"rule '{chosen.rule}' knows the requests that will come, as only a simulation does"
-    if spec is None or why:
-        raise InputError(why, "change the recipe or the rule, and render the plan again")
-    return scaling_rule(chosen, spec)
