@@ -10,6 +10,7 @@ import orders
 import pytest
 import yaml
 from operator_kinds import RULES, unknown_keys
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import check_with_promtool, needs_promtool, objects_of
 from toy_server import HandWorkers, app_of, make_driver
@@ -25,7 +26,6 @@ from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
 from toolkit.routing.types import ReplicaTraits
 from toolkit.server.application import Application
-from toolkit.server.metrics import text_of
 from toolkit.server.options import ServerOptions
 from toolkit.server.pool import PoolBackend
 from toolkit.server.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
@@ -117,7 +117,7 @@ def test_every_target_has_a_rule_and_the_server_its_series(tmp_path: Path) -> No
     sla = limits()
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=sla)
-    exposed = samples_in(text_of(app_of(driver).families()).decode())
+    exposed = samples_in(generate_latest(app_of(driver)).decode())
     order = order_of(tmp_path, sla=sla)
     found = {rule["alert"]: rule for rule in rules_in(rules(order))}
     for key, limit in sla.items():
@@ -163,7 +163,7 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
     pool.replicas.append(LiveReplica("http://a", Upstream("http://a", 1.0), 0))
     options = ServerOptions(model="toy")
     app = Application(PoolBackend(pool, options, stats=Stats(sla=sla)), options)
-    exposed = samples_in(text_of(app.families()).decode())
+    exposed = samples_in(generate_latest(app).decode())
     order = order_of(tmp_path, sla=sla)
     (group,) = rules(order, front=True)["groups"]
     assert {alert_of(key) for key in sla} <= {rule["alert"] for rule in group["rules"]}
@@ -383,7 +383,7 @@ def test_every_metric_of_a_rule_exists(tmp_path: Path) -> None:
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=limits())
     driver.stats.ended["stop"] += 1
-    exposed = {name for name, _ in samples_in(text_of(app_of(driver).families()).decode())}
+    exposed = {name for name, _ in samples_in(generate_latest(app_of(driver)).decode())}
     exposed |= VLLM.keys()
     fronts = {"llmctl_replica_up", "llmctl_replicas_up", "llmctl_replica_losses_total"}
     order = order_of(tmp_path, sla=limits())

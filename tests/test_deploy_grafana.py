@@ -5,10 +5,12 @@ names and under vLLM's.
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orders
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from toy_server import HandWorkers, make_driver
 from vllm_names import VLLM
@@ -16,7 +18,7 @@ from vllm_names import VLLM
 import toolkit
 from toolkit.deploy.dashboard import dashboard
 from toolkit.deploy.render import TARGETS, render_target
-from toolkit.server.metrics import engine_families, families_of_requests, text_of
+from toolkit.server.metrics import engine_families, families_of_requests
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
@@ -44,7 +46,9 @@ def exposed() -> dict[str, set[str]]:
         *engine_families(driver, {"model_name": "toy"}),
         *families_of_requests(driver.stats, {"model_name": "toy"}),
     )
-    families = text_string_to_metric_families(text_of(made).decode())
+    families = text_string_to_metric_families(
+        generate_latest(SimpleNamespace(collect=lambda: made)).decode()
+    )
     ours = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     return ours | VLLM
 

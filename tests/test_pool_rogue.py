@@ -234,7 +234,7 @@ async def test_a_fault_of_the_front_ends_one_connection_and_says_so(
     def fails(*_: object) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("toolkit.server.application.text_of", fails)
+    monkeypatch.setattr("toolkit.server.application.generate_latest", fails)
     answer = await front.http.get("/metrics")
     assert answer.status_code == 500
     assert answer.headers["connection"] == "close"

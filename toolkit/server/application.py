@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 from fastapi import FastAPI
 from prometheus_client.core import Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,7 +29,7 @@ from toolkit.openai.errors import ApiError, error_body
 from toolkit.server.access import UNKEYED, Keys, check_key, check_local_host, digests_of
 from toolkit.server.backend import ServerBackend, unknown_model
 from toolkit.server.background import Work
-from toolkit.server.metrics import families_of_requests, text_of
+from toolkit.server.metrics import families_of_requests
 from toolkit.server.options import ServerOptions
 from toolkit.server.process import is_loopback
 from toolkit.server.status import DATA, PAGE, StatusPage
@@ -175,10 +175,10 @@ class Application:
         return json_page({"version": toolkit.__version__})
 
     async def metrics(self) -> Response:
-        return Response(text_of(self.families()), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self), media_type=CONTENT_TYPE_LATEST)
 
-    def families(self) -> Iterator[Metric]:
-        """Yield all metrics at the moment of a scrape."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics at the moment of a scrape: it is a collector of prometheus_client."""
         yield from self.backend.families()
         yield from families_of_requests(self.stats, self.backend.labels)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -201,9 +199,3 @@ def histogram_of(name: str, text: str, labels: Labels, histogram: Histogram) -> 
     family = HistogramMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), histogram.cumulative(), histogram.total)
     return family
-
-
-def text_of(families: Iterable[Metric]) -> bytes:
-    """Metrics in Prometheus' text format."""
-    text: bytes = generate_latest(SimpleNamespace(collect=lambda: families))
-    return text
