@@ -13,14 +13,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, cast
 
-import msgspec
 from fastapi import FastAPI
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -154,25 +153,25 @@ class Application:
         return "leaving" if self.leaving else self.backend.state
 
     async def models(self) -> Response:
-        return json_page({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, name: str) -> Response:
         if name != self.backend.model:
             raise unknown_model(name)
-        return json_page(self._model())
+        return JSONResponse(self._model())
 
     async def health(self) -> Response:
         """200 while the event loop runs. What is behind it counts in /ready alone."""
         failure = self.backend.failure
-        return json_page({"status": failure or "ok"}, 503 if failure else 200)
+        return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
 
     async def ready(self) -> Response:
         """200 from when requests can be served until the end is announced."""
         word = self.state
-        return json_page({"status": word}, 200 if word == "ready" else 503)
+        return JSONResponse({"status": word}, 200 if word == "ready" else 503)
 
     async def version(self) -> Response:
-        return json_page({"version": toolkit.__version__})
+        return JSONResponse({"version": toolkit.__version__})
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self), media_type=CONTENT_TYPE_LATEST)
@@ -185,10 +184,6 @@ class Application:
     def _model(self) -> dict[str, object]:
         about = {"id": self.backend.model, "object": "model", "created": self._created}
         return {**about, "owned_by": "llmctl", **self.backend.about_model()}
-
-
-def json_page(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
