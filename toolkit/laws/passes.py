@@ -44,6 +44,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final
 
 from mypy_extensions import i64
@@ -58,6 +59,7 @@ from toolkit.laws.features import (
     HOST,
     LEAST,
     MIXED,
+    ONE,
     PIECEWISE,
     StepShape,
     growth_of,
@@ -190,20 +192,27 @@ class Term:
 
 
 class TermSum:
-    """The terms of one part of a pass's time, in the order of `FEATURES`."""
+    """The terms of one part of a pass's time, in the order of `FEATURES`. Those that count 1 are in
+    `constant_s`.
+    """
 
-    __slots__ = ("terms",)
+    __slots__ = ("constant_s", "terms")
 
     def __init__(self, part: int, seconds: Mapping[str, float]) -> None:
+        self.constant_s = 0.0
         self.terms: list[Term] = []
         for name, feature in FEATURES.items():
             value = seconds.get(name, 0.0)
-            if value and part in feature.parts:
+            if not value or part not in feature.parts:
+                continue
+            if feature.number == ONE:
+                self.constant_s += value
+            else:
                 self.terms.append(Term(feature.number, value))
 
     def of(self, shape: StepShape, tokens: int, experts: float) -> float:
         """Return the seconds of a pass with these (padded) tokens and touched experts."""
-        total = 0.0
+        total = self.constant_s
         for term in self.terms:
             total += term.seconds * number_of(term.number, shape, tokens, experts)
         return total
@@ -251,26 +260,26 @@ class PassLaw(Stored):
     error: HeldOutError | None = None
     # what evaluation reads
     _parts: list[TermSum] = field(init=False, repr=False, compare=False)
-    _slopes: tuple[tuple[float, int, float], ...] = field(
-        init=False, repr=False, compare=False, default=()
-    )
+    _knot_s: tuple[float, ...] = field(init=False, repr=False, compare=False)  # up to each knot
     _host_s: float = field(init=False, repr=False, compare=False, default=0.0)
     _host_row_s: float = field(init=False, repr=False, compare=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._check()
         terms = self.terms
-        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
+        knot_s = [0.0]
+        for slope, (start, end) in zip(self.token_s, pairwise(self.knots), strict=False):
+            knot_s.append(knot_s[-1] + slope * (end - start))
+        self._check(knot_s)
         found: dict[str, object] = {
             "_parts": [TermSum(part, terms) for part in range(HOST)],
-            "_slopes": tuple(zip(self.token_s, self.knots, ends, strict=False)),
+            "_knot_s": tuple(knot_s),
             "_host_s": terms.get("host", 0.0),
             "_host_row_s": terms.get("host_row", 0.0),
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
 
-    def _check(self) -> None:
+    def _check(self, knot_s: Sequence[float]) -> None:
         knots = self.knots
         if (
             (knots and knots[0] != 0)
@@ -287,11 +296,9 @@ class PassLaw(Stored):
                 f"law of passes: unknown terms {', '.join(unknown)}",
                 f"terms: {', '.join(FEATURES)}",
             )
-        of_tokens = [self.terms.get("pass", 0.0)]
-        for k, slope in enumerate(self.token_s[:-1]):
-            of_tokens.append(of_tokens[-1] + slope * (knots[k + 1] - knots[k]))
+        pass_s = self.terms.get("pass", 0.0)
         values = {f"the term {name}": value for name, value in self.terms.items()}
-        values |= {f"up to {knots[k]} tokens it": value for k, value in enumerate(of_tokens[1:], 1)}
+        values |= {f"up to {knots[k]} tokens it": pass_s + knot_s[k] for k in range(1, len(knots))}
         values |= {"least_s": self.least_s, "flat_s": self.flat_s}
         values |= {"the last of token_s": self.token_s[-1]} if self.token_s else {}
         for what, value in values.items():
@@ -332,10 +339,9 @@ class PassLaw(Stored):
         mixed = shape.prefills > 0
         parts = self._parts
         seconds = parts[MIXED if mixed else ALONE].of(shape, tokens, experts)
-        for slope, start, end in self._slopes:
-            if tokens <= start:
-                break
-            seconds += slope * ((end if tokens > end else tokens) - start)
+        if self.knots:
+            place = bisect_left(self.knots, tokens, 1) - 1
+            seconds += self._knot_s[place] + self.token_s[place] * (tokens - self.knots[place])
         if not mixed:
             return self.flat_s if seconds < self.flat_s else seconds
         if graphs is not None:
