@@ -286,7 +286,7 @@ CEILINGS = {
     "sim": 4219, "backends": 3720, "sched": 3299, "cli": 2852, "engines": 2804, "server": 3377,
     "files": 2633, "traces": 1830, "tuning": 1981, "estimators": 1361,
     "catalogue": 1658, "profiling": 1524, "deploy": 1452, "report": 1216, "openai": 928,
-    "endpoints": 755, "adopt": 670, "workers": 450, "routing": 777, "bench": 688, "laws": 380,
+    "endpoints": 755, "adopt": 670, "workers": 450, "routing": 777, "bench": 688, "laws": 384,
     "scaling": 706, "live": 340, "cluster": 290, "processes": 440,
 }  # fmt: skip
 
