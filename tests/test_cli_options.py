@@ -13,6 +13,7 @@ OTHER_MEANINGS = {
     "--fit": {"capacity": "repeatable"},
     "--force": {"render": "a plan that breaks limits, files that were changed"},
     "--gpu": {"recipe new": "required"},
+    "--host": {"trace record": "no recipe has it"},
     "--insecure": {"trace record": "it has no keys"},
     "--live": {"tune": "the URL of a server", "serve": "a switch"},
     "--load": {"bench": "of what the machine can now"},
@@ -22,6 +23,7 @@ OTHER_MEANINGS = {
         "simulate": "are simulated, in place of the recipe's",
         "capacity": "stand beside the recipe's",
     },
+    "--port": {"trace record": "no recipe has it"},
     "--rate": {
         "simulate": "several",
         "capacity": "the wanted one",

@@ -96,7 +96,7 @@ def test_the_recorder_verifies_its_upstream(tmp_path: Path, ours, monkeypatch):
     out = tmp_path / "log.jsonl"
     with sse_server(tls=listening(*ours)) as server:
         command = [sys.executable, "-m", "toolkit", "trace", "record", "--upstream", server.url]
-        command += ["--listen", "127.0.0.1:0", "--out", str(out), "--json"]
+        command += ["--port", "0", "--out", str(out), "--json"]
         trusting = os.environ | {"SSL_CERT_FILE": str(ours[0])}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=trusting) as process:
             assert process.stdout is not None

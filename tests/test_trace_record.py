@@ -271,7 +271,7 @@ def test_rows_of_a_request(prompt, count):
 def test_the_command_records_and_ends_in_order(tmp_path: Path):
     out = tmp_path / "log.jsonl"
     with serving(answer) as server:
-        words = ["trace", "record", "--upstream", server.url, "--listen", "127.0.0.1:0"]
+        words = ["trace", "record", "--upstream", server.url, "--port", "0"]
         with subprocess.Popen(
             [sys.executable, "-m", "toolkit", *words, "--out", out, "--json"],
             stdout=subprocess.PIPE,
@@ -293,14 +293,13 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
 @pytest.mark.parametrize(
     ("upstream", "at", "named"),
     [
-        ("ftp://x", "127.0.0.1:0", ("'ftp://x'",)),
-        (f"http://user:{SECRET}@x", "127.0.0.1:0", ("URL",)),
-        ("http://127.0.0.1:1", "8100", ("--listen '8100'",)),
-        ("http://127.0.0.1:1", "0.0.0.0:0", ("host 0.0.0.0", "--insecure")),
+        ("ftp://x", "127.0.0.1", ("'ftp://x'",)),
+        (f"http://user:{SECRET}@x", "127.0.0.1", ("URL",)),
+        ("http://127.0.0.1:1", "0.0.0.0", ("host 0.0.0.0", "--insecure")),
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, upstream, at, named):
-    words = ["--out", tmp_path / "log", "--upstream", upstream, "--listen", at]
+    words = ["--out", tmp_path / "log", "--upstream", upstream, "--host", at, "--port", 0]
     assert llmctl("trace", "record", *words) == 2
     error = capsys.readouterr().err
     assert says(error, *named)

@@ -134,11 +134,10 @@ def lengths_of(name: str | None) -> TraceLengths | None:
 
 def plain(trace: Trace) -> Requests:
     """Return what `--json` shows of the trace."""
-    notes = list(trace.notes)
     return Requests(
         source=trace.source,
         requests=len(trace),
-        notes=notes,
+        notes=list(trace.notes),
         scaling=trace.scaling,
         changes=trace.changes,
     )

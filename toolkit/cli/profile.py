@@ -228,8 +228,6 @@ def show_profile(measured: Profile) -> None:
     kv_cache = f"{number(facts.capacity_tokens)} tokens ({size(facts.kv_budget_bytes)})"
     engine = f"{facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}"
     print(f"{measured.recipe_name}: {engine}{threads}")
-    if facts.deepspeed:
-        print(f"DeepSpeed: {facts.deepspeed}")
     workers = counted(measured.workers, "worker")
     if measured.steps and measured.steps.resolved:
         print(f"measured with {measured.steps.resolved.words(facts.dtype)}")
@@ -265,10 +263,6 @@ def show_fit(fit: Fit) -> None:
         rules = [f"L+S > {rule.length_above}: N <= {rule.max_batch_size}" for rule in memory.rules]
         edge = f"no zeta explains the probes, so rules: {'; '.join(rules)}"
     print(f"memory: {edge}")
-    if fit.rounds:
-        usable = number(int(fit.rounds.usable_share * memory.capacity_tokens))
-        of_capacity = f"{fit.rounds.usable_share:.3f} of the capacity"
-        print(f"in rounds: rows x longest <= {usable} tokens, {of_capacity}")
 
 
 def far_off(made: Fit) -> list[str]:

@@ -326,9 +326,6 @@ def _read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     ships = ""
     if shipped_fit(recipe.stem) not in (None, path):
         ships = f", or take the one that ships: --fit {recipe.stem}"
-        if not path.exists():
-            hint = f"make it with `llmctl profile` and `llmctl fit`{ships}"
-            raise InputError(f"{path}: no such file", hint)
     try:
         return read_file(Fit, path, {"recipe": recipe})
     except StaleError as error:

@@ -146,6 +146,7 @@ def command(args: ServeOptions) -> None:
     engine vllm and several workers it starts them.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
+    from toolkit.sched.policies import make_any, refuse_unservable
     from toolkit.server.process import forget_variable
     from toolkit.server.server import Server
 
@@ -171,7 +172,9 @@ def command(args: ServeOptions) -> None:
             with Server.open(options, pool_backend(plan, options, start)) as server:
                 ended = server.run(ready)
         elif isinstance(engine, Serves):
-            _refuse_unservable(plan)
+            policy = make_any(plan.settings.policy, plan.settings.parameters)
+            refuse_unservable(policy, name)
+            note(f"starting {name} for {plan.recipe.name}")
             ended = engine.launch(plan, options, ready)
         else:
             from toolkit.server.engine import engine_backend
@@ -213,15 +216,6 @@ def _refuse(args: ServeOptions, what: str, *names: str, why: str = "") -> None:
     found = [name for name in names if getattr(args, name[2:].replace("-", "_"))]
     if found:
         raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")
-
-
-def _refuse_unservable(plan: Plan) -> None:
-    """Raise InputError for a policy that the engine's own server cannot follow."""
-    from toolkit.sched.policies import make_any, refuse_unservable
-
-    engine = plan.recipe.engine.name
-    refuse_unservable(make_any(plan.settings.policy, plan.settings.parameters), engine)
-    note(f"starting {engine} for {plan.recipe.name}")
 
 
 def _options(
@@ -315,25 +309,22 @@ class Announcement(ExitStack):
             except OSError as error:
                 note(f"llmctl set will need {CONTROL_KEY_VARIABLE}: {error}")
         options.manager.tell("READY=1")
-        page = f"{url}/" if options.status_page and self._has_page else None
-        facts = {"url": url, "model": options.model, **self._facts(), "status_page": page}
-        emit(self._as_json, facts, lambda: self._show(url, page))
-        sys.stdout.flush()
-        note(f"next, in another shell: {typed('bench', '--plan', self._file, '--url', url)}")
-
-    @property
-    def _has_page(self) -> bool:
-        return bool(self._options.router) or not traits_of(self._plan.recipe.engine.name).server
-
-    def _facts(self) -> dict[str, object]:
         plan = self._plan
-        return {
-            "router": self._options.router or None,
+        has_page = bool(options.router) or not traits_of(plan.recipe.engine.name).server
+        page = f"{url}/" if options.status_page and has_page else None
+        facts = {
+            "url": url,
+            "model": options.model,
+            "router": options.router or None,
             "workers": plan.workers,
             "policy": plan.settings.policy,
             "parameters": plan.settings.parameters,
             "broken_limits": broken(plan.limits),
+            "status_page": page,
         }
+        emit(self._as_json, facts, lambda: self._show(url, page))
+        sys.stdout.flush()
+        note(f"next, in another shell: {typed('bench', '--plan', self._file, '--url', url)}")
 
     def _show(self, url: str, page: str | None) -> None:
         plan = self._plan

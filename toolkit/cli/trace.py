@@ -50,8 +50,9 @@ class RecordOptions(JsonOptions):
             help="Write the trace to this file, canonical JSONL; an existing file is continued."
         ),
     ]
-    listen: str = option(
-        "127.0.0.1:8100", "Listen on this address for clients.", metavar="HOST:PORT"
+    host: str = option("127.0.0.1", "Listen on this address for clients.")
+    port: int = option(
+        8100, "Listen on this port for clients; 0 takes a free one.", min=0, max=65535
     )
     insecure: bool = option(False, "Accept other machines.")
     block_tokens: int = option(
@@ -66,9 +67,9 @@ def record(args: RecordOptions) -> None:
     """Record a trace in front of a running server: lengths and times, and what prompts share, never
     text or keys.
 
-    Clients send their requests to --listen instead of the server. Streams are passed on as they
-    arrive. Tokens are counted by the server's own usage report: the recorder requests it where a
-    client did not, and removes it from that client's answer. The server's key is taken from
+    Clients send their requests to --host and --port instead of the server. Streams are passed on as
+    they arrive. Tokens are counted by the server's own usage report: the recorder requests it where
+    a client did not, and removes it from that client's answer. The server's key is taken from
     LLMCTL_ENGINE_API_KEY, and clients give the same one. At 256 MiB OUT becomes OUT.1, in place of
     an older one. After SIGTERM or Ctrl-C, running requests have 30 s to end.
     """
@@ -78,14 +79,6 @@ def record(args: RecordOptions) -> None:
     from toolkit.server.server import Server
     from toolkit.server.watched import given_replicas
 
-    name, _, port = args.listen.rpartition(":")
-    host = name.removeprefix("[").removesuffix("]")
-    if not (host and port.isdecimal() and int(port) < 1 << 16):
-        raise InputError(
-            f"--listen '{args.listen}': not an address",
-            "for example 127.0.0.1:8100, or [::1]:8100",
-        )
-
     def announce(url: str) -> None:
         facts = {"url": url, "upstream": args.upstream, "out": str(args.out)}
         emit(args.as_json, facts, lambda: print(f"recording: {url} to {args.out}"))
@@ -93,8 +86,8 @@ def record(args: RecordOptions) -> None:
 
     key = os.environ.get(KEY_VARIABLE, "")
     options = ServerOptions(
-        host=host,
-        port=int(port),
+        host=args.host,
+        port=args.port,
         keys=one_key(key),
         insecure=args.insecure,
         replicas=given_replicas([args.upstream]),

@@ -52,13 +52,15 @@ def command(as_json: JsonOption = False) -> None:
     emit(as_json, found, show)
     note(f"wrote {kept}; tune, capacity and simulate cite it")
     if not found.agrees:
+        what = [f"{item}: {why}" for item, why in found.missing.items()]
+        what += [
+            f"{row.kind}, {row.scheduler}: {row.differing} of {row.workloads} differ"
+            for row in found.rows
+            if row.differing
+        ]
         lacking = {need for item in TOUCHED if item.words in found.missing for need in item.needs}
-        without = [CAPABILITIES[need].without for need in CAPABILITIES if need in lacking]
-        if found.missing:
-            item, why = next(iter(found.missing.items()))
-            what = f"{item}: {why}"
-        else:
-            row = next(row for row in found.rows if row.differing)
-            what = f"{row.kind}, {row.scheduler}: {row.differing} of {row.workloads} differ"
-            without = [CAPABILITIES["simulation"].without]
-        raise TargetMissedError(f"vLLM {found.vllm} is not as llmctl knows it: {what}", without[0])
+        needs = [need for need in CAPABILITIES if need in lacking] or ["simulation"]
+        raise TargetMissedError(
+            f"vLLM {found.vllm} is not as llmctl knows it: {what[0]}",
+            CAPABILITIES[needs[0]].without,
+        )

@@ -8,7 +8,6 @@ from toolkit.report.page import render_page
 from toolkit.report.parts import (
     Badge,
     Cell,
-    ChartPoint,
     ChartSeries,
     Figure,
     Sheet,
@@ -189,18 +188,14 @@ def _curves(result: Capacities) -> Sheet:
         points = [p for p in one.curve if max(p.usage.values(), default=0.0) <= CURVE_RATIO]
         series = []
         for target in result.sla:
-            marks: list[ChartPoint] = [
-                (p.load, p.usage[target], f"{number(p.load)} requests/s: {p.usage[target]:.2f}")
-                for p in points
-                if target in p.usage
-            ]
+            marks = [(p.load, p.usage[target], "") for p in points if target in p.usage]
             series.append(ChartSeries(metric_name(target), marks, "line"))
         svg = chart("requests/s that arrive", "target over its limit", series, level=1.0)
         section.figures.append(Figure(svg, f"{one.name}: a target breaks above the line"))
     reached = [
         ChartSeries(
             one.name,
-            [(p.load, p.attainment_percent, f"{number(p.load)} requests/s") for p in one.curve],
+            [(p.load, p.attainment_percent, "") for p in one.curve],
             "line",
         )
         for one in result.capacities

@@ -91,15 +91,14 @@ class Material:
 
     @property
     def made(self) -> str:
-        """When the newest file was written, and the machine: of the benches, else of the plan, the
-        tuning or the fit. '' where there is none of these.
+        """When the newest file was written, and the machines of the benches, the plan, the tuning
+        and the fit. '' where there is none of these.
         """
-        files = [bench.content for bench in self.benches]
-        others = (self.plan, self.tuning, self.fit)
+        files = [*(bench.content for bench in self.benches), self.plan, self.tuning, self.fit]
         machines = {
             f"{one.processor}, {counted(one.cpu_count, 'processor')}"
             + (f", device {one.device}" if one.device != "cpu" else "")
-            for one in (file.environment for file in files or [one for one in others if one][:1])
+            for one in (file.environment for file in files if file)
         }
         if not machines:
             return ""

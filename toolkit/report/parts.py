@@ -125,7 +125,7 @@ TITLES = {  # by key; those of a page in their order there
 @dataclass(slots=True)
 class Sheet:
     """What a command found, for the terminal and as a section of the page. The terminal shows the
-    tables and the lines. `command` makes the content where that is missing.
+    tables and the lines.
 
     `facts` are pairs of a name and a text, `commands` pairs of a name and a command. The page omits
     figures without a chart.
@@ -136,7 +136,6 @@ class Sheet:
     lines: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
-    command: str = ""
     badge: Badge | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)

@@ -38,7 +38,8 @@ LARGE_PERCENT = 15.0  # a larger error of a prediction is red: the aim for laten
 def _missing(files: Material, key: str, lead: str, command: str) -> Sheet:
     """A section without content, the command that makes it, and why its file was left out."""
     why = files.why.get(key)
-    return Sheet(key, lead, lines=[why] if why else [], command=command)
+    makes = [("This makes it", command)]
+    return Sheet(key, lead, lines=[why] if why else [], commands=makes)
 
 
 def bench_section(files: Material) -> Sheet:

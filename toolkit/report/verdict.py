@@ -199,12 +199,10 @@ def _declined_lines(result: Tuning) -> list[str]:
     limit = str(declined.outcome.binding)
     used = share_used(kept.outcome.used.get(limit, 0.0))
     nearer = share_used(declined.outcome.used[limit])
-    good, own_good = (one.goodput_rps for one in (declined, kept))
     return [
-        f"declined: mean E2E {number(after_s)} s for {number(before_s)} s, with {limit} "
-        f"{nearer} and {100 * (good / own_good - 1):+.1f} % goodput",
-        f"for latency: policy '{declined.settings.policy}', {changed}",
-        f"for headroom, recommended: {which_settings(result)}, with {limit} {used}",
+        f"declined, for latency: policy '{declined.settings.policy}', {changed}, with mean E2E "
+        f"{number(after_s)} s for {number(before_s)} s and {limit} {nearer}",
+        f"recommended, for headroom: {which_settings(result)}, with {limit} {used}",
     ]
 
 
