@@ -83,7 +83,7 @@ def test_completion_of_commands_and_options_imports_nothing_heavy():
         (arguments.recipes, shipped_names()),
         (arguments.fits, shipped_fits()),
         (arguments.traces, shipped_traces()),
-        (arguments.policy, KNOWN),
+        (arguments.policies, KNOWN),
     ],
 )
 def test_completion_offers_exactly_the_existing_names(complete, known, tmp_path, monkeypatch):

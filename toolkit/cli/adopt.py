@@ -4,6 +4,7 @@ vLLM server that exists.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +62,6 @@ def from_command(args: CommandOptions) -> None:
     A line on stderr for each flag and variable says what becomes of it: a key of the recipe has
     it, only a measurement knows what it does, it changes nothing, or it is refused.
     """
-    import sys
-
     text = sys.stdin.read() if args.command == "-" else args.command
     _show(args, read_command(text), "a command")
 
@@ -81,13 +80,9 @@ def from_file(args: FileOptions) -> None:
 def _show(args: AdoptOptions, server: FoundServer, origin: str) -> None:
     read = read_server(server)
     note(*(f"{one.what}: {one.subject}: {one.why}" for one in read.verdicts))
-    traffic = lengths_of(args.trace)
-    made, recipe = made_recipe(read, origin, args.gpu, args.model, parse_sla(args.sla), traffic)
+    made, recipe = made_recipe(
+        read, origin, args.gpu, args.model, parse_sla(args.sla), lengths_of(args.trace)
+    )
     note(*made.notes)
-    result = {
-        "text": made.text,
-        "recipe": recipe,
-        "flags": read.verdicts,
-        "notes": made.notes,
-    }
-    emit(args.as_json, result, lambda: print(made.text, end=""))
+    shown = {"text": made.text, "recipe": recipe, "flags": read.verdicts, "notes": made.notes}
+    emit(args.as_json, shown, lambda: print(made.text, end=""))

@@ -60,14 +60,7 @@ def completing(names: Callable[[], Iterable[str]], *patterns: str) -> Callable[[
 recipes = completing(shipped_names, "*.yaml", "*.json")
 fits = completing(shipped_fits, "*.json")
 traces = completing(lambda: (path.stem for path in TRACES.iterdir()), "*.jsonl", "*.csv", "*.gz")
-policy = completing(lambda: ABOUT)
-
-
-def policies(incomplete: str) -> list[str]:
-    """Policies after the last comma, for options that take several."""
-    before, comma, last = incomplete.rpartition(",")
-    named = before.split(",")
-    return [f"{before}{comma}{name}" for name in policy(last) if name not in named]
+policies = completing(lambda: ABOUT)
 
 
 def option(default: T, help: str, *names: str, **settings: Any) -> T:
@@ -182,7 +175,6 @@ RecipeArgument = Annotated[
         help="A recipe's file, or the name of a shipped recipe.",
     ),
 ]
-RECIPE: dict[str, Any] = {"callback": resolve_recipe, "autocompletion": recipes}  # of an option
 FIT_HELP = (
     "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit. Default: "
     "fit.json in this folder, else the shipped one, else for vLLM on a GPU laws that are computed "

@@ -114,10 +114,8 @@ def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:
     if trace.shared is None and trace.sessions is None:
         return []
     without = [name for name in policies if name not in BUILT_IN]
-    which = f"{len(without)} of the policies reuse"
-    if len(without) == 1:
-        which = f"policy '{without[0]}' reuses"
-    return [f"{which} no prompts: simulated as if they shared nothing"] if without else []
+    named = f"simulated as if prompts shared nothing: {', '.join(without)}"
+    return [f"{named}, which reuse none"] if without else []
 
 
 def lengths_of(name: str | None) -> TraceLengths | None:

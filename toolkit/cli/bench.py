@@ -32,6 +32,7 @@ from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
     from toolkit.bench.session import ReplaySetup
+    from toolkit.traces.types import Trace
 
 # No thread draws it beside the replay: one that holds Python's lock would stop the client.
 alone = partial(progress, alone=True)

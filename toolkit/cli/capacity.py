@@ -123,10 +123,9 @@ def command(args: CapacityOptions) -> None:
     traces: list[Trace] = []
     for one, usd in zip(scenarios, prices, strict=True):
         changed = _priced(one.deployment.recipe, usd)
-        fit = one.deployment.fit
         own = variants_of(
             changed,
-            fit,
+            one.deployment.fit,
             tuning=tuning if tuning and tuning.recipe_name == changed.name else None,
             policies=names_in("--policies", args.policies) or (),
             routers=names_in("--routers", args.routers) or (),

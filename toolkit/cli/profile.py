@@ -13,14 +13,15 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import (
-    RECIPE,
     JsonOptions,
     RecipeArgument,
     argument,
     command_of,
     open_recipe,
     option,
+    recipes,
     refuse_useless,
+    resolve_recipe,
 )
 from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, show, table
@@ -71,27 +72,25 @@ def profile(args: ProfileOptions) -> None:
     from toolkit.profiling.run import OtherLoad, journal_path
     from toolkit.profiling.run import profile as measure
 
-    recipe = args.recipe
-    out = args.out
-    loaded = open_recipe(recipe).measured
+    loaded = open_recipe(args.recipe).measured
     others = OtherLoad()
     if args.analytic:
-        made_from = head(inputs={"recipe": recipe}, device=loaded.hardware.name)
+        made_from = head(inputs={"recipe": args.recipe}, device=loaded.hardware.name)
         measured = analytic_profile(loaded, made_from)
     else:
         loaded = _with_drafts(loaded, args.drafts)
         timed = backend_of(loaded.engine.name).timed
         with ExitStack() as stack:
-            measured = measure(loaded, recipe, out, TerminalWatch(stack), timed=timed)
-    write_file(measured, out)
-    journal_path(out).unlink(missing_ok=True)
+            measured = measure(loaded, args.recipe, args.out, TerminalWatch(stack), timed=timed)
+    write_file(measured, args.out)
+    journal_path(args.out).unlink(missing_ok=True)
     # the CPU time of a server would count as other programs'
     others_percent = others.percent()
     if not (measured.engine.is_server or args.analytic) and others_percent > OTHERS_MAX_PERCENT:
         used = f"other programs used {others_percent:.0f} % of the CPUs meanwhile"
         note(f"{used}: the fitted laws will be too slow")
     emit(args.as_json, measured, lambda: show_profile(measured))
-    note(*analytic_notes(measured.engine), f"wrote {out}", f"next: {typed('fit', out)}")
+    note(*analytic_notes(measured.engine), f"wrote {args.out}", f"next: {typed('fit', args.out)}")
 
 
 def _with_drafts(recipe: Recipe, tokens: int | None) -> Recipe:
@@ -125,7 +124,9 @@ class FitOptions(JsonOptions):
         "(`llmctl serve --pass-log`). Needs --recipe.",
         metavar="LOG",
     )
-    recipe: Path | None = option(None, "The recipe of that server.", **RECIPE)
+    recipe: Path | None = option(
+        None, "The recipe of that server.", callback=resolve_recipe, autocompletion=recipes
+    )
 
 
 @command_of(FitOptions)

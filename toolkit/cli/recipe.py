@@ -97,7 +97,6 @@ def new(args: NewOptions) -> None:
     """
     if not args.gpu:
         raise InputError("--gpu is missing", "llmctl recipe gpus lists those that are known")
-    found = find_model(args.model)
     wish = Wish(
         gpu=gpu_of(args.gpu),
         gpus=args.gpus,
@@ -108,14 +107,14 @@ def new(args: NewOptions) -> None:
         traffic=lengths_of(args.trace),
         expert_parallel=args.expert_parallel,
     )
-    made = new_recipe(found, wish)
+    made = new_recipe(find_model(args.model), wish)
     recipe = made.recipe()
     for check in check_sizes(recipe):
         if check.status != "ok":
             note(f"doctor: {check.name}: {check.found}; {check.remedy}")
     note(*made.notes)
-    result = {"text": made.text, "recipe": recipe, "notes": made.notes}
-    emit(args.as_json, result, lambda: print(made.text, end=""))
+    shown = {"text": made.text, "recipe": recipe, "notes": made.notes}
+    emit(args.as_json, shown, lambda: print(made.text, end=""))
 
 
 @app.command("gpus")

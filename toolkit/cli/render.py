@@ -45,7 +45,7 @@ class RenderOptions(ScenarioOptions):
     policy: str | None = option(
         None,
         "Without a tuning: use this policy instead of the recipe's, with the parameters of --set.",
-        autocompletion=arguments.policy,
+        autocompletion=arguments.policies,
     )
     scaling: Path | None = option(
         None,
@@ -143,7 +143,6 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     """
     from toolkit.sched.policies.parameters import from_words
 
-    source = args.source
     settings = None
     if args.policy is not None:
         refuse_useless({"--tuning": args.tuning}, "--policy takes the place of what it recommends")
@@ -153,22 +152,22 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
         raise InputError("--set needs --policy", "add --policy NAME")
     if args.scaling is None:
         refuse_useless({"--rule": args.rule}, "it is a rule of --scaling", "add --scaling FILE")
-    if not is_recipe(source):
+    if not is_recipe(args.source):
         if args.fit or args.tuning or settings or args.scaling:
             raise InputError(
                 "a plan holds its fit, tuning, policy and rule",
                 "give a recipe to make another plan",
             )
-        return read_file(Plan, source), source
-    scenario = Scenario.open(replace(args, recipe=recipe_path(source), settings=None))
+        return read_file(Plan, args.source), args.source
+    scenario = Scenario.open(replace(args, recipe=recipe_path(args.source), settings=None))
     if args.scaling is not None:
         plan = scenario.scaled_plan(args.scaling, args.rule, force=args.force)
     else:
         plan = scenario.make_plan(settings)
-    near = scenario.fit_file or source
+    near = scenario.fit_file or args.source
     if broken(plan.limits) and not args.force:
         raise InputError(
-            f"{args.tuning or source}: its settings are predicted to {breaks(plan.limits)}",
+            f"{args.tuning or args.source}: its settings are predicted to {breaks(plan.limits)}",
             "tune again: other policies, a recipe of another engine, a lower --rate, more workers; "
             "or make the plan anyway: --force",
         )
@@ -244,8 +243,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         replica_image=args.replica_image,
         templates=args.templates,
     )
-    beside = [one.parent for one in (args.tuning, args.scaling) if one]
-    folders = [Path(), near.parent, *beside]
+    folders = [Path(), *(file.parent for file in (near, args.tuning, args.scaling) if file)]
     path = trace_path(args.lengths) if args.lengths else tuned_trace(plan, folders)
     trace = read_trace(path)[0] if path else None
     return Order(plan, text, options, bench, trace)

@@ -32,7 +32,7 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import broken
 from toolkit.report.steps import typed
-from toolkit.units import counted
+from toolkit.units import bracketed, counted, words
 
 if TYPE_CHECKING:
     from toolkit.server.options import ServerOptions
@@ -333,12 +333,9 @@ class Announcement(ExitStack):
             print(f"ready: {url} serves {model or 'the model of its replicas'}")
             print(f"router: {router}; replicas: {url}/replicas")
         else:
-            parameters = ", ".join(
-                f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-                for name, value in plan.settings.parameters.items()
-            )
             print(f"ready: {url} serves {model} on {counted(plan.workers, 'worker')}")
-            paragraph(f"policy: {plan.settings.policy} ({parameters})")
+            own = bracketed(words(plan.settings.parameters))
+            paragraph(f"policy: {plan.settings.policy}{own}")
         if page:
             print(f"status page: {page}")
 

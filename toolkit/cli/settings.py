@@ -81,8 +81,7 @@ def _show(state: LiveState) -> None:
         bounds = ", ".join(json.dumps(choice).strip('"') for choice in one.choices)
         if one.low is not None:
             unlimited = one.high is None or one.high >= LARGEST_WHOLE
-            high = "" if unlimited else f"{one.high:g}"
-            bounds = f"{one.low:g} to {high}" if high else f"at least {one.low:g}"
+            bounds = f"at least {one.low:g}" if unlimited else f"{one.low:g} to {one.high:g}"
         rows.append([one.name, _word(one.value), _word(one.start), bounds])
     table(["setting", ">now", ">at the start", "bounds"], rows)
     if state.word:

@@ -98,8 +98,6 @@ def command(args: SimulateOptions) -> None:
     trace = scenario.fitted_trace()
     note_trace(trace)
     scenario.note_basis()
-    if args.tuning and scenario.own_settings:
-        note(f"{args.tuning.name} recommends {scenario.own_settings.key}")
     names = chosen_policies(scenario, named)
     found = contenders(scenario, trace, names, routers)
     total = len(found) * max(len(rates), 1)

@@ -148,8 +148,11 @@ def inspect(args: ReadOptions) -> None:
 
     loaded, report = _read(args)
     found = describe(loaded)
-    whole = {"report": report, **asdict(found)}
-    emit(args.as_json, whole, lambda: _show(loaded, report, found))
+    emit(
+        args.as_json,
+        {"report": report, **asdict(found)},
+        lambda: _show(loaded, report, found),
+    )
 
 
 def _read(args: ReadOptions) -> tuple[Trace, ReadReport]:
@@ -158,13 +161,12 @@ def _read(args: ReadOptions) -> tuple[Trace, ReadReport]:
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
-    tokenizer = args.tokenizer
     named = None if args.columns is None else parse_columns(args.columns)
     path = trace_path(args.trace)
-    counter = None if tokenizer is None else _tokenizer(tokenizer)
+    counter = None if args.tokenizer is None else _tokenizer(args.tokenizer)
     loaded, report = read_trace(path, named, counter)
     if not report.text:
-        refuse_useless({"--tokenizer": tokenizer}, f"{path.name} has lengths in tokens")
+        refuse_useless({"--tokenizer": args.tokenizer}, f"{path.name} has lengths in tokens")
     return loaded, report
 
 

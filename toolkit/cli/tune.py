@@ -213,11 +213,9 @@ def _note_search(inputs: TuneInputs, simulations: int) -> None:
 
     settings = search_settings(inputs.recipe, inputs.fit)
     keys = [space.key for space in settings.spaces]
-    others = len(keys) > 1
     compared = "routers" if settings.spaces[0].start.replica_router else "policies"
-    what = f"{len(keys)} {compared}" if others else "the recipe's own policy"
-    hint = f"; --{compared} own searches the recipe's alone" if others else ""
-    note(f"{settings.trials} trials of {what}; about {simulations} simulations in all{hint}")
+    searched = f"{settings.trials} trials of these {compared}: {', '.join(keys)}"
+    note(f"{searched}; about {simulations} simulations in all")
     if left := ", ".join(keys[settings.trials :]):
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
     tried = [space.start.policy for space in settings.spaces]

@@ -48,14 +48,13 @@ def tune_live(args: TuneOptions) -> None:
     from toolkit.sim.deployment import Deployment, Workload
     from toolkit.traces.windows import fit_windows
 
-    why = "--live tries the flags of one running vLLM"
     refuse_useless(
         {
             "--policies": args.policies, "--routers": args.routers, "--trials": args.trials,
             "--workers": args.workers, "--load": args.load, "--concurrency": args.concurrency,
             "--sla": args.sla[0] if args.sla else None, "--fit": args.fit,
         },
-        why,
+        "--live tries the flags of one running vLLM",
     )  # fmt: skip
     out = LIVE_OUT if args.out == OUT else args.out
     plan_out = out.with_name(PLAN_OUT)
@@ -88,14 +87,13 @@ def tune_live(args: TuneOptions) -> None:
     bursts = Bursts(target, setup.load, cut.search, recipe.sla, cut.seconds)
     world = Deployment.of_plan(plan).world(Workload(setup.trace))
     with ExitStack() as stack:
-        budget_s = 60.0 * args.minutes
         advance = stack.enter_context(progress("measuring", BURSTS, alone=True))
         search = LiveSearch(
             control=control,
             bursts=bursts,
             planned=plan.settings.parameters,
             world=world,
-            budget_s=budget_s,
+            budget_s=60.0 * args.minutes,
             seed=scenario.seed,
             note=note,
             advanced=lambda text: advance(text=text),

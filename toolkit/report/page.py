@@ -91,18 +91,13 @@ def _badge(files: Material, promise: Promise | None) -> Badge:
     judged = {metric_name(limit.name): promise.measured(limit) for limit in promise.limits}
     over = [name for name, one in judged.items() if one and not one.kept]
     if bench and over:
-        measured = f"{bench.name} measured {_listed(over)} broken"
+        measured = f"{bench.name} measured {', '.join(over)} broken"
         return Badge("broken", f"Predicted to keep every target, but {measured}.")
     unpredicted = [metric_name(limit.name) for limit in promise.limits if limit.kept is None]
     if unpredicted:
-        return Badge("open", f"Nothing predicts {_listed(unpredicted)}.")
+        return Badge("open", f"Nothing predicts {', '.join(unpredicted)}.")
     measured = f"as measured ({bench.name})" if bench else "not measured at this rate yet"
     return Badge("kept", f"Every target is kept, as predicted; {measured}.")
-
-
-def _listed(names: list[str]) -> str:
-    *first, last = dict.fromkeys(names)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _what_to_run(files: Material) -> list[tuple[str, str]]:
@@ -171,7 +166,6 @@ def report(files: Material) -> str:
     sources: list[list[Cell]] = [
         [one.role, one.name, one.date, one.sha256] for one in files.sources
     ]
-    files_table = Table("Files", ["role", "name", "date", "sha256"], sources)
     sections = [
         summary_section(files),
         bench_section(files),
@@ -180,7 +174,7 @@ def report(files: Material) -> str:
         Sheet(
             "origin",
             "Made from these files; another digest is another file.",
-            tables=[files_table],
+            tables=[Table("Files", ["role", "name", "date", "sha256"], sources)],
         ),
     ]
     return render_page(files.recipe.name, files.recipe.description, sections, files.made)

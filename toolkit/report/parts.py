@@ -32,10 +32,6 @@ class Judged:
     def __str__(self) -> str:
         return self.text
 
-    @property
-    def word(self) -> str:
-        return "kept" if self.kept else "broken"
-
 
 Cell = str | int | float | bool | Judged | None
 
@@ -72,11 +68,6 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     folded: bool = True
     remark: str = ""
-
-    @property
-    def heads(self) -> list[str]:
-        """The names of the columns."""
-        return [name.lstrip("<>") for name in self.columns]
 
     @property
     def right(self) -> list[bool]:
@@ -193,7 +184,7 @@ BOTTOM = 40
 MAX_POINTS = 2000  # of a series: more would show nothing new and make the page larger
 
 
-ChartPoint = tuple[float, float, str]  # x, y, and what it is; '': it shows its two values
+ChartPoint = tuple[float, float, str]  # x, y, and what else it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ from toolkit.units import bracketed, counted, number, percent, seconds, word
 HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
 
 
-def error_cells(error: HeldOutError) -> tuple[str, str, str]:
-    """The median, the 95th percentile and the worst error, in percent."""
+def error_cells(error: HeldOutError) -> list[str]:
+    """Return the median, the 95th percentile and the worst error, in percent."""
     shares = (error.median_percent, error.p95_percent, error.worst_percent)
-    median, high, worst = (f"{share:.1f} %" for share in shares)
-    return median, high, worst
+    return [f"{share:.1f} %" for share in shares]
 
 
 # What is printed for the terms of the parts of rounds.

@@ -19,7 +19,6 @@ from toolkit.report.parts import (
     Sheet,
     bars,
     chart,
-    quantity,
 )
 from toolkit.report.rows import (
     agreement_notes,
@@ -180,12 +179,8 @@ def _series(
     points: list[ChartPoint] = []
     for index in numbers:
         trial = trials[index]
-        latency_s = trial.metrics[latency]
-        goodput_rps = trial.goodput_rps
-        goodput = f"goodput_rps {quantity('goodput_rps', goodput_rps)}"
-        values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
         limits = "keeps all limits" if trial.outcome.kept else "breaks a limit"
-        which = f"trial {index}, {trial.settings.policy}"
-        label = f"{which}: {values}, {limits}; {words(trial.settings.parameters)}"
-        points.append((latency_s, goodput_rps, label))
+        which = f"trial {index}, {trial.settings.policy}, {limits}"
+        label = f"{which}: {words(trial.settings.parameters)}"
+        points.append((trial.metrics[latency], trial.goodput_rps, label))
     return ChartSeries(name, points, kind)

@@ -153,12 +153,6 @@ def _how_sure(result: Tuning) -> list[str]:
 def _warnings(result: Tuning) -> list[str]:
     """Warnings where the requests were scaled much, or where the trace is short."""
     lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
-    error = result.analytic_error
-    if result.analytic and error and error.guessed:
-        compared = "no server like this one was compared"
-        lines.append(f"warning: by analytic laws: nothing was measured on this GPU, and {compared}")
-    elif result.analytic:
-        lines.append("by analytic laws: nothing was measured on this GPU")
     count = result.judged.requests
     if count < FEW_REQUESTS:
         needs = f"a 99th percentile needs {FEW_REQUESTS} or more"
