@@ -35,7 +35,7 @@ SMALL_BYTES = 1 << 16  # a body up to this size is taken however much is held
 POLL_S = 0.01  # while a drain waits
 BODY_S = 60.0  # for a body
 MAX_HELD_BYTES = 256 << 20  # of bodies, of all requests
-Answer = Callable[[Send], Coroutine[Any, Any, None]]  # sends that of one request
+Answer = Callable[[Send], Coroutine[Any, Any, None]]  # sends the answer of one request
 
 
 class ServerBackend(ABC):

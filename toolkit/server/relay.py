@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 4  # attempts in a row that failed without a new token, of one request
-# After an answer of 500 and above this share of the requests may be tried again, and so many more.
+# This share of the requests, and a burst, may be tried again after an answer of 500 and above.
 RETRY_SHARE = 0.2
 RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
