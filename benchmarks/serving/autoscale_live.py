@@ -49,9 +49,9 @@ from toolkit.metrics import summarize
 from toolkit.routing.routers import make_router
 from toolkit.scaling.autoscaler import Autoscaler
 from toolkit.scaling.log import LIVES, FleetHeader, FleetLine, FleetLog, FleetStep, ReplicaChange
+from toolkit.scaling.rules import scaling_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.server.options import ServerOptions
-from toolkit.server.own_replicas import scaling_of
 from toolkit.server.pool import pool_backend
 from toolkit.server.server import Server
 from toolkit.sim.api import SimResult, simulate
