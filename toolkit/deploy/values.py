@@ -60,6 +60,15 @@ class Values:
         order: the plan and the options.
         front: the engine is a server of its own, and llmctl's front stands before its replicas.
         cluster: it runs in Kubernetes, where Prometheus' operator decides the labels of series.
+
+    Attributes:
+        folder: of the files on the machine that runs the units.
+        user: the one of the front and its replicas under systemd.
+        drain: seconds for running requests to end, of a server and of the front before replicas.
+        startup: seconds that a load may take.
+        startup_checks: how often a probe asks, every 5 s, before a load has taken too long.
+        away_s: seconds that one which is away may load before an alert.
+        models_gib: GiB for the model's files; None where its size is not known.
     """
 
     notice_s = 5  # until a cluster's proxies know that /ready answers 503
@@ -86,6 +95,16 @@ class Values:
         self.key_file = f"{KEY_FOLDER}/{order.name}.key"
         # Where the model is a folder, a sandbox must show it.
         self.model_folder = self.model if self.model.startswith("/") else ""
+        # Processes of one worker exchange tensors: NCCL needs more than 64 MB for it.
+        self.shares_memory = self.recipe.engine.tensor_parallel_size > 1
+        self.user = shortened(order.name, order.name, MAX_USER)
+        prefix = self.options.prefix
+        self.folder = f"{prefix}/{self.name}" if prefix else self.options.folder
+        self.drain = reckon.drain_s(self.server)
+        self.startup = reckon.startup_s(order)
+        self.startup_checks = self.startup.value // 5
+        self.away_s = max(self.startup.value, MIN_AWAY_S)
+        self.models_gib = reckon.models_gib(order.plan)
 
     @cached_property
     def server(self) -> Order:
@@ -132,11 +151,6 @@ class Values:
         return Sourced(
             workers * size, f"recipe: {size} for each worker; workers of a server: {workers}"
         )
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether processes of one worker exchange tensors: NCCL needs more than 64 MB for it."""
-        return self.recipe.engine.tensor_parallel_size > 1
 
     @cached_property
     def _threads(self) -> int:
@@ -210,11 +224,6 @@ class Values:
     # How long.
 
     @cached_property
-    def drain(self) -> Sourced[int]:
-        """Seconds for running requests to end, of a server and of the front before replicas."""
-        return reckon.drain_s(self.server)
-
-    @cached_property
     def grace(self) -> Sourced[int]:
         """Seconds between SIGTERM and SIGKILL: notice, drain, and the end of the process."""
         notice_s = self.notice_s if self.cluster else 0
@@ -223,24 +232,9 @@ class Values:
         source = f"{parts}drain {self.drain.value} + {AFTER_DRAIN_S} for the last bytes"
         return Sourced(seconds, source)
 
-    @cached_property
-    def startup(self) -> Sourced[int]:
-        """Seconds that a load may take."""
-        return reckon.startup_s(self.order)
-
-    @property
-    def startup_checks(self) -> int:
-        """How often a probe asks, every 5 s, before a load has taken too long."""
-        return self.startup.value // 5
-
     def replica_port(self, number: int) -> int:
         """Return the port of a replica on the machine of its front."""
         return self.port + 1 + number
-
-    @property
-    def away_s(self) -> int:
-        """Seconds that one which is away may load before an alert."""
-        return max(self.startup.value, MIN_AWAY_S)
 
     # Where.
 
@@ -290,11 +284,6 @@ class Values:
         check = "compare `kubectl get nodes -L nvidia.com/gpu.product`, and change it here"
         return Sourced([guessed], f"guessed from hardware.name; {check}")
 
-    @cached_property
-    def models_gib(self) -> Sourced[int] | None:
-        """GiB for the model's files; None where its size is not known."""
-        return reckon.models_gib(self.plan)
-
     @property
     def models_bound(self) -> Sourced[int]:
         """GiB that a pod without a claim may use for the model."""
@@ -316,17 +305,6 @@ class Values:
             "TRITON_CACHE_DIR": f"{folder}/cache/triton",
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache/inductor",
         }
-
-    @property
-    def folder(self) -> str:
-        """The folder of the files on the machine that runs the units."""
-        prefix = self.options.prefix
-        return f"{prefix}/{self.name}" if prefix else self.options.folder
-
-    @property
-    def user(self) -> str:
-        """The one user of the front and its replicas under systemd."""
-        return shortened(self.name, self.name, MAX_USER)
 
     # Monitoring and scaling.
 
