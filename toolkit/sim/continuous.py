@@ -13,6 +13,7 @@ as many evaluations as it has chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from toolkit.sched.prefills import PrefillChunk, PrefillChunks, PrefillGroup
@@ -82,9 +83,8 @@ class ContinuousWorker(Decoding):
         jobs = batch.jobs
         self._batch = batch
         self._start_s = now_s
-        if self._failure:
-            self._failure = ""
-            self._dropped = ()
+        self._failure = ""
+        self._dropped = ()
         begun_s = now_s + self._round_s
         if batch.evict or batch.release or batch.moves is not None:
             for job in batch.evict:
@@ -103,7 +103,7 @@ class ContinuousWorker(Decoding):
             for job in jobs:
                 self._newcomers.add(job, job.length)
         elif jobs:
-            self._prefilled_s += self._prefill(batch)
+            self._prefilled_s += self._prefill(jobs, batch.input_length)
         if self._failure:
             self._ran = 0
             self._done_s = self.known_s = max(self._prefilled_s, self._moved_s)
@@ -346,16 +346,17 @@ class ContinuousWorker(Decoding):
             self._resume(moves.resume)
         return moved_s if waits else now_s
 
-    def _prefill(self, batch: Pass) -> float:
-        """Seconds of the prefill of the batch's jobs, which decode from here on."""
-        jobs = batch.jobs
+    def _prefill(self, jobs: Sequence[Job], longest: int) -> float:
+        """Return the seconds of the prefill of jobs, which decode from here on; `longest`: tokens
+        of the longest input.
+        """
         ledger = self._ledger
         total = self._enter(jobs)
         ledger.batches += 1
         ledger.rows += len(jobs)
         if self._padded:
-            ledger.pad_tokens += len(jobs) * batch.input_length - total
-        mean = float(batch.input_length) if self._padded else total / len(jobs)
+            ledger.pad_tokens += len(jobs) * longest - total
+        mean = float(longest) if self._padded else total / len(jobs)
         return self._latency.prefill_s(len(jobs), mean)
 
     def _drop(self, job: Job) -> bool:

@@ -569,7 +569,7 @@ class WindowGroup(FullGroup):
                 return [(start, stop)]
             found.update([place for place in range(start, stop) if place % per >= per - self.tail])
         if retention is not None:
-            for tokens in _returns(row):
+            for tokens in (row.prompt - 1, row.junction):  # where a later request may go on
                 end = tokens // whole * whole // size
                 found.update(range(max(start, end - self.tail), min(stop, end)))
         ranges: list[tuple[int, int]] = []
@@ -1083,11 +1083,6 @@ class KVCache:
             hit = hits[group.number] if hits is not None else None
             total += group.needed(row, tokens, hit, computed, whole)
         return total
-
-
-def _returns(row: PagedRow) -> list[int]:
-    """Return at how many tokens a later request may go on from this row, as far as is known."""
-    return [row.prompt - 1, row.junction] if row.junction else [row.prompt - 1]
 
 
 def _first_copy(node: Node, group: int, at: int, stop: int) -> tuple[Run | None, int]:

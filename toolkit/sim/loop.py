@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Pass, PassResult, Refusal, Request
-from toolkit.sim.arrivals import DueRequests
+from toolkit.sim.arrivals import DueRequests, arrivals_of
 from toolkit.sim.clock import ENDS, Clock
 from toolkit.sim.ledger import RequestOutcome
 
@@ -88,8 +88,7 @@ def run(
         delay_s: by which a client sees a last token later than the scheduler.
     """
     if arrivals is None:
-        times = [request.arrival_s for request in requests]
-        arrivals = DueRequests(times, range(len(times)), {})
+        arrivals = arrivals_of([request.arrival_s for request in requests], None, 0)
     driver = SimulatedDriver(
         scheduler, list(requests), list(workers), arrivals, list(outcomes), delay_s, drain
     )

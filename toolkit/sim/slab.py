@@ -109,41 +109,39 @@ class SlabWorker(ContinuousWorker):
             result.dropped = self._dropped
         return result
 
-    def _prefill(self, batch: Pass) -> float:
+    def _prefill(self, jobs: Sequence[Job], longest: int) -> float:
         running = len(self._resident)
         if self._shapes and running:
             if self._emits:
                 self._shaped = 1
                 self._steps += 1
-            super()._prefill(batch)
+            super()._prefill(jobs, longest)
             if self._padded:
-                self._ledger.pad_tokens += running * (batch.input_length - 1)
-            seconds = self._latency.prefill_s(running + len(batch.jobs), batch.input_length)
+                self._ledger.pad_tokens += running * (longest - 1)
+            seconds = self._latency.prefill_s(running + len(jobs), longest)
         else:
-            seconds = self._prefill_apart(batch)
+            seconds = self._prefill_apart(jobs, longest)
         n = len(self._resident)
         if not self._failure and n != 1:
             # the peak in tokens while new rows are prefilled: see `SlabFootprint`
-            longer = batch.input_length * (n if self._shapes and running else 1)
-            peak = n * (self._width() - self._shaped) + longer + self._beside(batch.moves)
-            if peak > self._capacity:
-                self._run_out_of_memory(batch.jobs)
+            longer = longest * (n if self._shapes and running else 1)
+            assert self._batch is not None
+            beside = self._beside(self._batch.moves)
+            if n * (self._width() - self._shaped) + longer + beside > self._capacity:
+                self._run_out_of_memory(jobs)
         return seconds
 
-    def _prefill_apart(self, batch: Pass) -> float:
-        if self._shapes or len(batch.jobs) == 1:
-            return super()._prefill(batch)
-        groups = groups_alike([job.length for job in batch.jobs])
+    def _prefill_apart(self, jobs: Sequence[Job], longest: int) -> float:
+        if self._shapes or len(jobs) == 1:
+            return super()._prefill(jobs, longest)
+        groups = groups_alike([job.length for job in jobs])
         seconds = 0.0
         for number, group in enumerate(groups, start=1):
-            jobs = tuple([batch.jobs[index] for index in group])
-            longest = max([job.length for job in jobs])
-            part = Pass(batch.worker, jobs, batch.steps, longest, pass_id=batch.pass_id)
-            seconds += super()._prefill(part)
+            alike = [jobs[index] for index in group]
+            seconds += super()._prefill(alike, max([job.length for job in alike]))
             if self._emits and number < len(groups):
-                self._passes.append(
-                    (len(jobs), self._resident[jobs[0]].mark, self._begun_s + seconds)
-                )
+                mark = self._resident[alike[0]].mark
+                self._passes.append((len(alike), mark, self._begun_s + seconds))
         return seconds
 
     def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
