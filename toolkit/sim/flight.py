@@ -133,10 +133,8 @@ class OverlappingFlight(Flight):
         # of the flight: what its first pass is like
         self._waits = True  # for its launch
         self._launches_before = 0
-        self._first_gpu_s = 0.0  # its end on the GPU
-        self._first_launched_s = 0.0
         self._by_launches = False  # whether launches set the period of the following passes
-        # of each pass, where the flight goes from pass to pass; otherwise empty
+        # of the first pass, and of each one where the flight goes from pass to pass
         self._times_s: list[float] = []  # T
         self._gpu_s: list[float] = []  # G
         self._launched: list[float] = []  # L
@@ -173,10 +171,10 @@ class OverlappingFlight(Flight):
         )
         if base_s + gpu_s < end_s:
             base_s = end_s - gpu_s
-        self._first_gpu_s = end_s
-        self._first_launched_s = launched_s
         self._by_launches = False
-        self._times_s = []
+        self._times_s = [planned_s]
+        self._gpu_s = [end_s]
+        self._launched = [launched_s]
         if steps > 1:
             growth_s = law.growth_s(shape)
             self.first_s = end_s
@@ -193,7 +191,7 @@ class OverlappingFlight(Flight):
                     self._growth_s = 0.0
                     steps = _steps_below(launch_s - gpu_s, growth_s, steps)
             elif not self._gpu_limits(end_s, planned_s, launched_s):
-                self._walk(end_s, launched_s, gpu_s, growth_s, steps, until_s)
+                self._walk(gpu_s, growth_s, steps, until_s)
                 return
             if until_s < math.inf:
                 steps = 1 + self._begun(until_s, steps - 1)
@@ -210,11 +208,7 @@ class OverlappingFlight(Flight):
         self.steps = steps
         if not self._waits:
             self._launches = self._launches_before + steps
-        if steps == 1:
-            self.due_s = self.begin_s
-            self.end_s = self._first_gpu_s
-            self._launched_s = self._first_launched_s
-        elif self._times_s:
+        if steps <= len(self._times_s):
             self.due_s = self._times_s[steps - 1]
             self.end_s = self._gpu_s[steps - 1]
             self._launched_s = self._launched[steps - 1]
@@ -227,7 +221,7 @@ class OverlappingFlight(Flight):
         """As `Flight.gaps`."""
         last_s = end_s - self.due_s
         last = (1, last_s, last_s)
-        if self._times_s:
+        if self.steps <= len(self._times_s):
             inner_s = [after - before for before, after in pairwise(self._times_s[1 : self.steps])]
             return [*[(1, gap_s, gap_s) for gap_s in inner_s], last]
         if not self._by_launches and end_s <= self.end_s:
@@ -239,7 +233,7 @@ class OverlappingFlight(Flight):
 
     def _begun(self, now_s: float, limit: int) -> int:
         """How many of T[1] to T[limit] are before `now_s`."""
-        if self._times_s:
+        if len(self._times_s) > 1:
             return bisect_left(self._times_s, now_s, 0, limit)
         if now_s <= self.begin_s or limit < 1:
             return 0
@@ -257,27 +251,18 @@ class OverlappingFlight(Flight):
         begins_s = max(launched_s, planned_s) if self._apart else planned_s
         return begins_s + launch_s <= end_s
 
-    def _walk(
-        self,
-        end_s: float,
-        launched_s: float,
-        gpu_s: float,
-        growth_s: float,
-        steps: int,
-        until_s: float,
-    ) -> None:
+    def _walk(self, gpu_s: float, growth_s: float, steps: int, until_s: float) -> None:
         """Go from pass to pass, the first of which has been computed, until the GPU limits."""
         law = self._law
         shape = self.shape
         apart = self._apart
-        planned_s = self.begin_s
-        times_s = [planned_s]
-        ends_s = [end_s]
-        launched = [launched_s]
+        times_s = self._times_s
+        planned_s = times_s[0]
+        end_s = self._gpu_s[0]
+        launched_s = self._launched[0]
         most = min(steps, WALKED_MAX)
-        count = 1
-        while count < most and planned_s < until_s:
-            launch_s = law.drawn_launch_s(shape, self._launches_before + count)
+        while len(times_s) < most and planned_s < until_s:
+            launch_s = law.drawn_launch_s(shape, self._launches_before + len(times_s))
             gpu_s += growth_s
             before_s = end_s
             launched_s, _, end_s = overlapped(
@@ -285,17 +270,13 @@ class OverlappingFlight(Flight):
             )
             planned_s = before_s if apart else max(before_s, launched_s)
             times_s.append(planned_s)
-            ends_s.append(end_s)
-            launched.append(launched_s)
-            count += 1
+            self._gpu_s.append(end_s)
+            self._launched.append(launched_s)
             if self._gpu_limits(end_s, planned_s, launched_s):
                 break
-        self._times_s = times_s
-        self._gpu_s = ends_s
-        self._launched = launched
-        if count > 1:
+        if len(times_s) > 1:
             self.first_s = times_s[1]
-        self.keep(count)
+        self.keep(len(times_s))
 
 
 def grown_shape(shape: StepShape, steps: int) -> StepShape:
