@@ -13,7 +13,7 @@ from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError
 from toolkit.files.recipe import PolicySpec
 from toolkit.files.simulation import ComparedRun, Verdict
-from toolkit.metrics import judge
+from toolkit.metrics import judge, sla_ratios
 from toolkit.routing.routers import ROUTERS
 from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sched.policies.parameters import Value, from_words, parameters
@@ -186,7 +186,7 @@ def run_of(scenario: Scenario, trace: Trace, contender: Contender) -> PolicyRun:
     result = simulate(trace, contender.policy, contender.world)
     verdict = judge(result.served, targets) if targets else None
     shown = _compared(scenario, trace, contender, verdict=verdict, metrics=result.metrics(targets))
-    return PolicyRun(shown, result.sla_ratios(targets), result.refusals)
+    return PolicyRun(shown, sla_ratios(result.served, targets), result.refusals)
 
 
 def _compared(

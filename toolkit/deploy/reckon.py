@@ -27,6 +27,7 @@ from toolkit.files.bench import HELD_TO
 from toolkit.files.io import digest
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import DTYPE_BYTES, Recipe, ServeSpec, TuneSpec
+from toolkit.metrics import sla_ratios
 from toolkit.sched.policies.vllm import ROWS, VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
@@ -243,7 +244,9 @@ def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tupl
 
     def keeps(count: int) -> bool:
         result = simulate(backlog(lengths, count), policy, world)
-        return bool(result.served.ok.all()) and max(result.sla_ratios(targets).values()) <= 1.0
+        return (
+            bool(result.served.ok.all()) and max(sla_ratios(result.served, targets).values()) <= 1.0
+        )
 
     served = largest(keeps)
     at_once = _start_at_once(backlog(lengths, served), policy, world) if served else 0

@@ -20,7 +20,6 @@ from toolkit.metrics import (
     Served,
     behind_percent,
     sessions_rate_rps,
-    sla_ratios,
     summarize,
 )
 from toolkit.routing.admission import UNLIMITED
@@ -68,10 +67,6 @@ class SimResult:
         front = {FRONT: self.front_s} if self.front_s else {}
         own = self.fleet.metrics() if self.fleet is not None else {}
         return summarize(self.served, sla, closed=closed) | front | behind | self.counters | own
-
-    def sla_ratios(self, sla: Mapping[str, float]) -> dict[str, float]:
-        """Each target's value over its limit."""
-        return sla_ratios(self.served, sla)
 
 
 def requests_of(

@@ -69,11 +69,12 @@ class DueRequests:
 
     def _look(self) -> None:
         """Set when the next request comes."""
-        self.next_s = self._coming[0][0] if self._coming else math.inf
+        self.next_s = self._coming[0][0] if self.left and self._coming else math.inf
 
 
 class FixedConcurrency(DueRequests):
-    """So many requests at once, in order of their numbers: the next one comes when any one ends.
+    """A fixed number of requests at once, in order of their numbers: the next one comes when any
+    one ends.
 
     Args:
         arrival_s: gets the time of each request when it comes.
@@ -81,10 +82,10 @@ class FixedConcurrency(DueRequests):
     """
 
     def __init__(self, arrival_s: list[float], concurrency: int) -> None:
-        # when each place becomes free, a heap; the request that takes it is known only then
-        self._places = [0.0] * concurrency
-        self._last_s = 0.0
         super().__init__(arrival_s, [], {})
+        # when each place becomes free; the request that takes it is known only then
+        self._coming = [(0.0, 0)] * concurrency
+        self._last_s = 0.0
         self.follow = True
         self.left = len(arrival_s)
         self._look()
@@ -93,7 +94,7 @@ class FixedConcurrency(DueRequests):
         number = len(self._arrival_s) - self.left
         # a pass with several prefills tells of an end within it when all are over: too late for a
         # place that another request has taken meanwhile
-        self._last_s = max(heappop(self._places), self._last_s)
+        self._last_s = max(heappop(self._coming)[0], self._last_s)
         self._arrival_s[number] = self._last_s
         self.left -= 1
         self._look()
@@ -107,11 +108,8 @@ class FixedConcurrency(DueRequests):
         together would all begin together for ever.
         """
         for place in range(len(numbers)):
-            heappush(self._places, end_s + delay_s * (2 * place + 1) / len(numbers))
+            heappush(self._coming, (end_s + delay_s * (2 * place + 1) / len(numbers), 0))
         self._look()
-
-    def _look(self) -> None:
-        self.next_s = self._places[0] if self.left and self._places else math.inf
 
 
 def arrivals_of(

@@ -85,13 +85,13 @@ class CacheSettings:
         if self.rows_within_blocks and any(group.kind == "state" for group in self.groups):
             rows = max(min(rows, blocks), 1)
         tokens = flags.max_num_batched_tokens
-
-        def is_too_long(count: int) -> bool:
-            """Whether the longest request does not fit beside passes of `count` tokens."""
-            in_flight = count * (1 + ahead)
-            return longest_blocks(self.groups, self.max_model_len, in_flight) > blocks + 1
-
-        most = rows + bisect_left(range(rows + 1, tokens + 1), True, key=is_too_long)
+        most = rows + bisect_left(  # the longest request must fit beside the passes under way
+            range(rows + 1, tokens + 1),
+            True,
+            key=lambda count: (
+                longest_blocks(self.groups, self.max_model_len, count * (1 + ahead)) > blocks + 1
+            ),
+        )
         if (rows, most) == (flags.max_num_seqs, tokens):
             return flags
         return replace(flags, max_num_seqs=rows, max_num_batched_tokens=most)

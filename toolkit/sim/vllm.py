@@ -343,7 +343,6 @@ class VllmScheduler:
             longest = caches.max_model_len
         if drafts is not None:
             _refuse_drafts(drafts, flags, groups)
-        self._ahead = ahead
         self._late = int(ahead)  # passes with outputs that are not known when one is planned
         self._longest: int = longest or blocks * block_tokens
         uses_states = drafts is not None and drafts.uses_states
@@ -671,7 +670,7 @@ class VllmScheduler:
             row.in_flight += part.new
             row.is_chunk = row.computed < row.known + row.expected
             part.samples = not row.is_chunk
-            if self._ahead and part.samples:
+            if self._late and part.samples:
                 row.expected += 1 + part.drafts
                 row.drafts = self._count
             if row.entered:
@@ -801,7 +800,7 @@ class VllmScheduler:
                 self._single.remove(row)
             else:
                 self.waiting.remove(row)  # it was preempted while its last token was under way
-        elif self._drafts is not None and not self._ahead:
+        elif self._drafts is not None and not self._late:
             row.drafts = self._drafts.offered(row.number, row.asked)
             row.asked += 1
 
@@ -836,7 +835,7 @@ class VllmScheduler:
         self._in_step.leave(row, self._passes)
         row.known = row.computed + 1 - flight
         row.in_flight = flight
-        row.expected = flight if self._ahead else 0
+        row.expected = flight if self._late else 0
         self._cache.register(row, row.computed - self._late)
         single = self._single
         place = len(single)
