@@ -81,13 +81,12 @@ class Flight:
                     steps = _steps_below(launch_s - gpu_s, self._growth_s, steps)
                     self._growth_s = 0.0
             if until_s < math.inf:
-                steps = max(self._begun(until_s, steps), 1)
+                steps = self._planned(until_s, steps)
         self.keep(steps)
 
     def cut(self, now_s: float) -> None:
         """A request comes: only passes that are planned already remain."""
-        begun = self._begun(now_s, self.steps)
-        self.keep(begun if begun > 1 else 1)
+        self.keep(self._planned(now_s, self.steps))
 
     def keep(self, steps: int) -> None:
         """Only the first `steps` passes remain."""
@@ -106,9 +105,10 @@ class Flight:
             return self._base_s
         return self._base_s + stretch_s(self._period_s, self._growth_s, step - 1)
 
-    def _begun(self, now_s: float, limit: int) -> int:
-        """How many of at most `limit` passes begin before `now_s`."""
-        return steps_before(self._period_s, self._growth_s, now_s - self._base_s, limit)
+    def _planned(self, now_s: float, limit: int) -> int:
+        """Return how many of at most `limit` passes are planned before `now_s`; at least 1."""
+        begun = steps_before(self._period_s, self._growth_s, now_s - self._base_s, limit)
+        return begun if begun > 1 else 1
 
 
 class OverlappingFlight(Flight):
@@ -194,14 +194,8 @@ class OverlappingFlight(Flight):
                 self._walk(gpu_s, growth_s, steps, until_s)
                 return
             if until_s < math.inf:
-                steps = 1 + self._begun(until_s, steps - 1)
+                steps = self._planned(until_s, steps)
         self.keep(steps)
-
-    def cut(self, now_s: float) -> None:
-        """As `Flight.cut`. The pass after the first is planned at T[1]."""
-        steps = 1 + self._begun(now_s, self.steps - 1)
-        if steps < self.steps:
-            self.keep(steps)
 
     def keep(self, steps: int) -> None:
         """Only the first `steps` passes remain."""
@@ -231,14 +225,13 @@ class OverlappingFlight(Flight):
         before_s = self._period_s + self._growth_s * (self.steps - 2)
         return [_growing(self.steps - 2, self._growth_s, before_s), last]
 
-    def _begun(self, now_s: float, limit: int) -> int:
-        """How many of T[1] to T[limit] are before `now_s`."""
+    def _planned(self, now_s: float, limit: int) -> int:
+        """As `Flight._planned`: the pass after the first is planned at T[1]."""
         if len(self._times_s) > 1:
-            return bisect_left(self._times_s, now_s, 0, limit)
-        if now_s <= self.begin_s or limit < 1:
-            return 0
-        begun = steps_before(self._period_s, self._growth_s, now_s - self._base_s, limit)
-        return begun if begun > 1 else 1
+            return 1 + bisect_left(self._times_s, now_s, 0, limit - 1)
+        if now_s <= self.begin_s or limit < 2:
+            return 1
+        return 1 + super()._planned(now_s, limit - 1)
 
     def _gpu_limits(self, end_s: float, planned_s: float, launched_s: float) -> bool:
         """Whether the GPU sets the times of all following passes: the launch of the next one, which

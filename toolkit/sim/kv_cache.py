@@ -471,18 +471,16 @@ class FullGroup:
         """Return what a row finds in each of `groups`, all of this kind, and the tokens up to its
         end, at most `most`.
         """
-        first = self.skipped(most) // self.block  # earlier blocks may be missing
-        hits = [group.leading(row, first, most // self.block) for group in groups]
-        tokens = min([hit.stop for hit in hits]) * self.block
-        if self.is_full:
-            tokens = tokens // self.cache.whole * self.cache.whole
+        hits = [group.leading(row, most // self.block) for group in groups]
+        whole = self.cache.whole
+        tokens = min([hit.stop for hit in hits]) * self.block // whole * whole
         for hit in hits:
             hit.cut(ceil_div(tokens, self.block))
         return hits, tokens
 
-    def leading(self, row: PagedRow, first: int, limit: int) -> Hit:
-        """Return the cached blocks from place `first` on, up to the first that is missing."""
-        hit = Hit(first)
+    def leading(self, row: PagedRow, limit: int) -> Hit:
+        """Return the first cached blocks, at most `limit`, up to the first that is missing."""
+        hit = Hit()
         size = self.block
         for node in row.path:
             stop = min(node.end // size, limit)
