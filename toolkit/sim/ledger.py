@@ -293,11 +293,17 @@ class Gaps:
     def end_waits(self, at_s: float) -> None:
         """All rows got a token at `at_s`."""
         for k, since_s in enumerate(self._since):
-            self._push(self._waiting[k], at_s - since_s)
+            self.push(at_s - since_s, self._waiting[k])
 
-    def push(self, gap_s: float) -> None:
-        """All rows had a gap of `gap_s`."""
-        self._push(self.last_mark, gap_s)
+    def push(self, gap_s: float, mark: int = 0) -> None:
+        """All rows, or those up to this mark, had a gap of `gap_s`."""
+        marks = self._marks
+        gaps = self._gaps
+        while gaps and gaps[-1] <= gap_s:
+            gaps.pop()
+            marks.pop()
+        marks.append(mark or self.last_mark)
+        gaps.append(gap_s)
 
     def wait_from(self, at_s: float) -> None:
         """All rows had a token at `at_s` and wait for the next."""
@@ -311,12 +317,3 @@ class Gaps:
             if to >= mark:  # soon: rows end in about the order in which they joined
                 return self._gaps[k]
         return 0.0
-
-    def _push(self, mark: int, gap_s: float) -> None:
-        marks = self._marks
-        gaps = self._gaps
-        while gaps and gaps[-1] <= gap_s:
-            gaps.pop()
-            marks.pop()
-        marks.append(mark)
-        gaps.append(gap_s)
