@@ -75,7 +75,16 @@ KUSTOMIZATION = {
     },
     "patches": {"target": {"kind": ANY, "name": ANY}, "patch": ANY},
 }
+ROUTE = {
+    "parentRefs": {"namespace": ANY, "name": ANY},
+    "rules": {
+        "matches": {"path": {"type": ANY, "value": ANY}},
+        "timeouts": {"request": ANY},
+        "backendRefs": {"name": ANY, "port": ANY},
+    },
+}
 KEYS: dict[tuple[str, str], dict[str, Any]] = {  # by version and kind
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): {**OBJECT, "spec": ROUTE},
     ("keda.sh/v1alpha1", "ScaledObject"): {**OBJECT, "spec": SCALED},
     ("kustomize.config.k8s.io/v1beta1", "Kustomization"): KUSTOMIZATION,
     ("monitoring.coreos.com/v1", "PodMonitor"): {

@@ -1,4 +1,4 @@
-"""What a cluster may ask of the pods: nodes, a registry, several fronts."""
+"""What a cluster may ask of the pods: nodes, several fronts, a way in from outside."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rendered import objects_of
 from said import says
 from test_deploy_replicas import shipped  # noqa: F401 (a fixture)
 
-from toolkit.deploy.order import Order
+from toolkit.deploy.order import Options, Order
 from toolkit.deploy.render import render_target
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
@@ -78,6 +78,37 @@ def test_several_fronts_are_refused_where_there_is_none(plans: dict[str, Plan]) 
         render_target("kubernetes", order_of(plans, "kubernetes", fronts=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: str) -> None:
+    objects = objects_of(order_of(plans, world, gateway="edge/public"))
+    route = objects["gateway/httproute.yaml"]
+    policy = objects["gateway/networkpolicy.yaml"]
+    for one in (route, policy, objects["gateway/kustomization.yaml"]):
+        check_object(one)
+    assert route["spec"]["parentRefs"] == [{"namespace": "edge", "name": "public"}]
+    (rule,) = route["spec"]["rules"]
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+    assert rule["timeouts"] == {"request": "0s"}, "a proxy's default would cut streams"
+    (backend,) = rule["backendRefs"]
+    service = objects["base/service.yaml"]
+    assert backend["name"] == service["metadata"]["name"]
+    assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]
+    assert (
+        policy["spec"]["podSelector"] == objects["base/networkpolicy.yaml"]["spec"]["podSelector"]
+    )
+    (callers,) = policy["spec"]["ingress"]
+    edge = {"matchLabels": {"kubernetes.io/metadata.name": "edge"}}
+    assert callers["from"] == [{"namespaceSelector": edge}]
+    assert not any(name.startswith("gateway/") for name in objects_of(order_of(plans, world)))
+
+
+@pytest.mark.parametrize("gateway", ["public", "edge/public/more", "Edge/public", 'edge/x"'])
+def test_a_gateway_is_a_namespace_and_a_name(gateway: str) -> None:
+    with pytest.raises(InputError, match="--gateway"):
+        Options(gateway=gateway)
+
+
 def test_the_command_line_takes_several_fronts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,6 +116,20 @@ def test_the_command_line_takes_several_fronts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_file(shipped, "plan.json")
-    assert llmctl("render", "plan.json", "--target", "kubernetes", "--fronts", 2) == 0
+    assert (
+        llmctl(
+            "render",
+            "plan.json",
+            "--target",
+            "kubernetes",
+            "--fronts",
+            2,
+            "--gateway",
+            "edge/public",
+        )
+        == 0
+    )
     front = yaml.safe_load(Path("kubernetes/base/deployment.yaml").read_text())
     assert front["spec"]["replicas"] == 2
+    route = yaml.safe_load(Path("kubernetes/gateway/httproute.yaml").read_text())
+    assert route["spec"]["parentRefs"] == [{"namespace": "edge", "name": "public"}]

@@ -97,6 +97,12 @@ class RenderOptions(ScenarioOptions):
     fronts: int = _cluster(
         1, "Front pods before replicas of vLLM; deployment.yaml says what they share.", min=1
     )
+    gateway: str = _cluster(
+        "",
+        "Gateway of Gateway API through which clients outside the cluster reach /v1: write the "
+        "overlay gateway/ for it.",
+        metavar="NAMESPACE/NAME",
+    )
     prefix: str = _cluster(
         "",
         "Folder on the machine that runs the systemd units, such as /etc/llmctl: the files are "
@@ -239,6 +245,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         model_claim=args.model_claim,
         folder=str(folder.absolute()),
         fronts=args.fronts,
+        gateway=args.gateway,
         prefix=args.prefix.rstrip("/"),
         replica_image=args.replica_image,
         templates=args.templates,

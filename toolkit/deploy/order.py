@@ -106,6 +106,7 @@ class Options:
             of its name, on the machine that runs the units; '': they stay in `folder`.
         replica_image: of an engine's own server; '': the engine's pinned default.
         fronts: front pods before replicas of an engine's own servers.
+        gateway: namespace and name of the Gateway through which clients outside reach the server.
         templates: a folder with changed templates.
     """
 
@@ -117,17 +118,23 @@ class Options:
     folder: str = ""
     prefix: str = ""
     fronts: int = 1
+    gateway: str = ""
     templates: Path | None = None
     replica_image: str = ""
 
     def __post_init__(self) -> None:
         name = "not a name that Kubernetes takes"
         label = name, f"names match {DNS_LABEL}"
+        gateway = (
+            "not a Gateway's namespace and name",
+            f"like edge/public; each matches {DNS_LABEL}",
+        )
         path = "not a plain absolute path", "like /etc/llmctl; letters, digits, '.', '_' and '-'"
         url = "not a plain URL", "like http://prometheus.monitoring.svc:9090"
         # Each value, its pattern, what else it is, and a hint. A value may be left out.
         checks = [
             ("--namespace", self.namespace, DNS_LABEL, label),
+            ("--gateway", self.gateway, rf"({DNS_LABEL}/{DNS_LABEL})?", gateway),
             ("--model-claim", self.model_claim, rf"({DNS_LABEL})?", label),
             ("--prefix", self.prefix, r"(/[A-Za-z0-9._-]+)*", path),
             ("--prometheus", self.prometheus, r"https?://[A-Za-z0-9._:/-]+", url),

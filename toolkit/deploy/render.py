@@ -144,7 +144,9 @@ def _compose(values: Values) -> dict[str, str]:
 
 
 def _kubernetes(values: Values) -> dict[str, str]:
-    """Return base/, the overlay monitoring/, and autoscaling/ over it where something scales."""
+    """Return base/, the overlay monitoring/, over it autoscaling/ where something scales, and
+    gateway/ beside them where a Gateway is named.
+    """
     options = values.options
     if values.model.startswith(("/", ".", "~")) and not values.model.startswith(f"{MODELS}/"):
         raise InputError(
@@ -183,6 +185,8 @@ def _kubernetes(values: Values) -> dict[str, str]:
     if values.scaling.needs:
         scaler = "hpa.yaml" if values.scaling.rule == HpaRule.name else "scaledobject.yaml"
         files |= _overlay("autoscaling", values, {scaler: {}})
+    if options.gateway:
+        files |= _overlay("gateway", values, {"httproute.yaml": {}, "networkpolicy.yaml": {}})
     return files
 
 
