@@ -559,23 +559,26 @@ class WindowGroup(FullGroup):
         size = self.block
         whole = self.cache.whole
         retention = self.cache.retention
-        found: set[int] = set()
+        spans: list[tuple[int, int]] = []
         segment = whole if retention is None else retention
         if segment:
             per = segment // size
             if self.tail >= per:
                 return [(start, stop)]
-            found.update([place for place in range(start, stop) if place % per >= per - self.tail])
+            ends = range(start // per * per + per, stop + per, per)
+            spans += [(end - self.tail, end) for end in ends]
         if retention is not None:
-            for tokens in (row.prompt - 1, row.junction):  # where a later request may go on
+            for tokens in (row.junction, row.prompt - 1):  # where a later request may go on
                 end = tokens // whole * whole // size
-                found.update(range(max(start, end - self.tail), min(stop, end)))
+                spans.append((end - self.tail, end))
         ranges: list[tuple[int, int]] = []
-        for place in sorted(found):
-            first = place
-            if ranges and ranges[-1][1] == place:
+        for first, last in sorted(spans):
+            first = max(first, start)
+            last = min(last, stop)
+            if ranges and first <= ranges[-1][1]:
                 first = ranges.pop()[0]
-            ranges.append((first, place + 1))
+            if first < last:
+                ranges.append((first, last))
         return ranges
 
     def find(self, row: PagedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:

@@ -37,7 +37,7 @@ from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import Evaluate
 
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
-BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity at which a load must be kept
+BELOW = (0.5, 0.9, 0.98)  # shares of the capacity at which a load must be kept
 BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
 TOLERANCE_LONG = 0.02
 BESIDE = 0.5  # of the way from the capacity to a share: a load that near to the share will do
@@ -64,6 +64,13 @@ class LoadPoint:
     kept: bool
     usage: dict[str, float]  # the used share of each limit; above 1 it is broken
 
+    @property
+    def served_rps(self) -> float:
+        """The rate that is served at a load. Of sessions it is what was counted: their starts come
+        at `load`, and their turns when their clients have thought.
+        """
+        return self.evaluation.metrics.get(SERVED, self.load)
+
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
@@ -82,10 +89,22 @@ class Capacity:
 
     @property
     def served_rps(self) -> float:
-        """The rate that is served at the capacity. Of sessions it is what was counted: their starts
-        come at `load`, and their turns when their clients have thought.
+        """The rate that is served at the capacity."""
+        return self.at_capacity.served_rps
+
+    @property
+    def steepness(self) -> float:
+        """By how many percent more of the limits is used per percent of load where they break; 0
+        where none was seen to break.
         """
-        return self.at_capacity.evaluation.metrics.get(SERVED, self.load)
+        if self.broken is None:
+            return 0.0
+        below, above = [
+            max(1e-9, *one.usage.values())
+            for one in self.points
+            if one.load in (self.load, self.broken)
+        ]
+        return max(math.log(above / below) / math.log(self.broken / self.load), 0.0)
 
     @property
     def error_percent(self) -> float:
@@ -390,33 +409,37 @@ def rate_capacity(
     search = _rate_search(task, evaluate)
     part = busiest_part(task)
     # a queue grows from that rate on, and reaches the longest target at a little more
-    guess_rps = backlog_rate_rps(part or task, evaluate) * (1.0 + 1.0 / LASTING)
+    guess_rps = backlog_rate_rps(part or task, evaluate) * (1.0 + 0.75 / LASTING)
     if part is not None and guess_rps:
         near = _rate_search(part, evaluate, below=()).found(guess_rps, NEAR)
         guess_rps = near.load if near else 0.0
         search = _rate_search(task, evaluate, TOLERANCE_LONG, BELOW_LONG)
-    found = search.found(guess_rps, NEAR) if guess_rps else None
+    found = search.found(guess_rps, 1.0 + 0.9 * search.tolerance) if guess_rps else None
     if tried is not None:
         tried += search.points.values()
     return found
 
 
 def rates_near(
-    tasks: Sequence[Task], evaluate: Evaluate, guesses: Sequence[float]
+    tasks: Sequence[Task], evaluate: Evaluate, guesses: Sequence[float], steepness: float
 ) -> list[float | None]:
     """Return about which rate is served at the capacity of each task, from a good guess of each;
     None where no rate was found that is kept.
 
-    It is interpolated between a rate that is kept and one that is not, at most `TOLERANCE_LONG` of
-    it higher.
+    Where the guess uses the limits up to `TOLERANCE_LONG` of the rate, by the `steepness` of the
+    deployment (see `Capacity`), it decides alone. Else the rate is interpolated between one that is
+    kept and one that is not, at most `TOLERANCE_LONG` of it higher.
     """
-    step = 1.0 + 0.9 * TOLERANCE_LONG
     searches = [_rate_search(task, evaluate, TOLERANCE_LONG, ()) for task in tasks]
-    firsts = [search.first(rps, step) for search, rps in zip(searches, guesses, strict=True)]
-    try_together(searches, firsts)
+    try_together(searches, [[guess_rps] for guess_rps in guesses])
     rates: list[float | None] = []
     for search, guess_rps in zip(searches, guesses, strict=True):
-        found = search.found(guess_rps, step)
+        [point] = search.points.values()
+        beyond = math.log(max(1e-9, *point.usage.values()))
+        if abs(beyond) <= steepness * TOLERANCE_LONG:
+            rates.append(point.served_rps * math.exp(-beyond / steepness))
+            continue
+        found = search.found(guess_rps, 1.0 + 0.9 * TOLERANCE_LONG)
         rate = found.served_rps if found else None
         if rate and found and found.broken is not None:
             rate *= search.crossing(found.load, found.broken) / found.load

@@ -244,7 +244,8 @@ def _interval(
     slowed = [replace(deployment, slowdown=factor * deployment.slowdown) for factor in factors]
     tasks = [whole_task(one, trace) for one in slowed]
     judged = [busiest_part(task) or task for task in tasks]
-    low_rps, high_rps, *own_rps = rates_near(judged, evaluate, [*map(rate.load_if, factors)])
+    guesses = [rate.load_if(factor) for factor in factors]
+    low_rps, high_rps, *own_rps = rates_near(judged, evaluate, guesses, rate.steepness)
     if is_long:
         share = rate.served_rps / own_rps[0] if own_rps[0] else 1.0
         low_rps, high_rps = (end and share * end for end in (low_rps, high_rps))

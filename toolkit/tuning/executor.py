@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # processes that simulate do not import Optuna
     from toolkit.tuning.journal import EvaluationJournal
 
 POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
-START_S = 2.0  # tasks that take longer are worth the start of processes
+START_S = 10.0  # tasks that take longer are worth the start of processes, also on busy processors
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
 
