@@ -20,7 +20,7 @@ from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Settings
 from toolkit.tuning import executor
 from toolkit.tuning.evaluate import Task
-from toolkit.tuning.executor import InProcessRunner, ProcessPool, collect
+from toolkit.tuning.executor import InProcessRunner, ProcessPool, QuickestRunner, collect
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +48,29 @@ def test_child_processes_give_the_same_evaluations(crew: ProcessPool, bench: Tas
     ticks = []
     assert collect(crew, tasks, lambda: ticks.append(1)) == collect(InProcessRunner(), tasks)
     assert len(ticks) == 7
+
+
+class RecordingPool(ProcessPool):
+    """Runs in this process what it is given, and keeps it."""
+
+    given: list[Task]
+
+    def run(self, tasks):
+        self.given = [*tasks]
+        return InProcessRunner().run(tasks)
+
+
+@pytest.mark.parametrize(("jobs", "start_s", "pooled"), [(2, 0.0, 3), (2, 1e9, 0), (1, 0.0, 0)])
+def test_tasks_go_to_processes_where_the_rest_takes_long(
+    bench: Task, monkeypatch, jobs: int, start_s: float, pooled: int
+) -> None:
+    """The first task says nothing of the others, the second one does."""
+    monkeypatch.setattr(executor, "START_S", start_s)
+    pool = RecordingPool(jobs)
+    pool.given = []
+    tasks = [slices(bench, tokens) for tokens in (8, 16, 32, 64, 128)]
+    assert collect(QuickestRunner(pool), tasks) == collect(InProcessRunner(), tasks)
+    assert pool.given == tasks[5 - pooled :]
 
 
 def test_a_user_s_error_in_a_child_keeps_its_message_and_hint(crew: ProcessPool, bench: Task):
