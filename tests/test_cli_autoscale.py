@@ -47,7 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_rules_stand_beside_the_static_fleet(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = trace_file(here, hours=0.5)
+    trace = trace_file(here, hours=0.25)
     code = autoscale(
         RECIPE, "--trace", trace, "--start-s", "20,30", "--rules", "by-law,keda", "--trials", 2,
         "--most", 6, "--jobs", 1, *TARGETS, "--html", "page.html", "--json",
@@ -77,7 +77,7 @@ def test_rules_stand_beside_the_static_fleet(
 
 @pytest.mark.slow
 def test_nothing_keeps_the_targets(here: Path) -> None:
-    trace = trace_file(here, hours=0.2, high=60.0)
+    trace = trace_file(here, hours=0.1, high=60.0)
     code = autoscale(
         RECIPE, "--trace", trace, "--start-s", 20, "--rules", "keda", "--trials", 1,
         "--most", 1, "--jobs", 1, *TARGETS,

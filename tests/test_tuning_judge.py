@@ -12,7 +12,7 @@ from said import says
 from test_tuning import trace
 
 from toolkit.files.tuning import BEHIND, MOST_BEHIND_PERCENT, Evaluation, Outcome, Settings, Tuning
-from toolkit.metrics import Served, behind_percent, judge
+from toolkit.metrics import Served, behind_percent, judge, sla_ratios
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
@@ -231,7 +231,7 @@ def test_what_tune_says_is_what_simulate_gives_to_the_digit(tuned: Tuning) -> No
         said = done.metrics(SLA)
         assert {name: found.metrics[name] for name in said} == said
     # the last of them is the recommended one
-    assert done.sla_ratios(SLA)[TTFT] == tuned.recommended.outcome.used[TTFT]
+    assert sla_ratios(done.served, SLA)[TTFT] == tuned.recommended.outcome.used[TTFT]
 
 
 class Worse(InProcessRunner):

@@ -26,6 +26,7 @@ from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
 from toolkit.files.tuning import Outcome
+from toolkit.metrics import sla_ratios
 from toolkit.routing.admission import LatencyLimits
 from toolkit.routing.base import Router
 from toolkit.routing.routers import make_router
@@ -61,7 +62,7 @@ def predicted(
 
 def outcome_of(result: SimResult, sla: Mapping[str, float]) -> Outcome:
     """Return what came out of a simulation. Shares of targets are of served requests."""
-    used = result.sla_ratios(sla) if result.served.ok.any() else {}
+    used = sla_ratios(result.served, sla) if result.served.ok.any() else {}
     return Outcome(metrics=result.metrics(sla), used=used)
 
 

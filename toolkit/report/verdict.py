@@ -46,10 +46,17 @@ def verdict(result: Tuning) -> list[str]:
         *_slow_end_lines(result),
         *_capacity_lines(result),
         *_router_lines(result),
+        *_alternative_lines(result),
+        *_how_sure(result),
     ]
-    lines += [*_alternative_lines(result), *_how_sure(result)]
-    key = result.best.settings.key
-    refused = next((one.refusal for one in result.policies if one.best.settings.key == key), None)
+    refused = next(
+        (
+            one.refusal
+            for one in result.policies
+            if one.best.settings.key == result.best.settings.key
+        ),
+        None,
+    )
     if refused and not result.keep_defaults:
         lines.append(f"`serve` cannot start it: {refused}")
     return lines
@@ -151,8 +158,10 @@ def _how_sure(result: Tuning) -> list[str]:
 
 
 def _warnings(result: Tuning) -> list[str]:
-    """Warnings where the requests were scaled much, or where the trace is short."""
+    """Warnings where requests were scaled much, laws were computed, or the trace is short."""
     lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
+    if result.analytic:
+        lines.append("by analytic laws: nothing was measured on this GPU")
     count = result.judged.requests
     if count < FEW_REQUESTS:
         needs = f"a 99th percentile needs {FEW_REQUESTS} or more"
