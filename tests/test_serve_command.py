@@ -43,7 +43,7 @@ def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
     ("words", "named"),
     [
         *((f"--host {host}", host) for host in ("0.0.0.0", "::", "example.com")),
-        ("--event-log nowhere/events.jsonl", "nowhere/events.jsonl"),
+        ("--event-log /proc/nowhere/events.jsonl", "/proc/nowhere/events.jsonl"),
     ],
 )
 def test_wrong_input_is_refused(
