@@ -135,6 +135,20 @@ def test_slower_passes_serve_a_rate_that_is_as_much_lower_in_longer_time(factor)
     assert found.load_if(factor) == pytest.approx(10.0 / factor / factor, rel=0.01)
 
 
+def test_a_capacity_of_slower_passes_between_tried_loads_takes_no_simulation():
+    """It is known only where two loads were tried near to it."""
+
+    def evaluate(tasks) -> list[Evaluation]:
+        used = [{"ttft_p99_s": task.own_rps / 10.0} for task in tasks]
+        return [samples.evaluation("slice", {}, {}, one) for one in used]
+
+    found = LoadSearch(lambda load: Task(None, [], own_rps=load), evaluate).found(20.0)
+    assert found.served_if(1.01) == pytest.approx(10.0 / 1.01 / 1.01, rel=0.005)
+    assert found.served_if(0.7) is None  # the next load is nearly twice as high
+    assert found.served_if(100.0) is None  # no load as low was tried
+    assert found.served_if(0.01) is None
+
+
 def test_a_whole_number_of_requests_at_once_is_found_exactly():
     found = search(lambda load: load <= 37, whole=True).found(10)
     assert (found.load, found.broken) == (37, 38)

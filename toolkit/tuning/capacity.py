@@ -27,7 +27,7 @@ import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.files.tuning import BEHIND, Evaluation
-from toolkit.metrics import SERVED
+from toolkit.metrics import SERVED, Floats
 from toolkit.routing.admission import UNLIMITED
 from toolkit.sim.deployment import Workload
 from toolkit.traces.repeat import most_repeats, repeated
@@ -40,6 +40,7 @@ TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this 
 BELOW = (0.5, 0.9, 0.98)  # shares of the capacity at which a load must be kept
 BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
 TOLERANCE_LONG = 0.02
+TOLERANCE_BETWEEN = 0.04  # of the load: what is between tried loads as near as that is interpolated
 BESIDE = 0.5  # of the way from the capacity to a share: a load that near to the share will do
 LEAST = 0.001  # of a guess: no lower load is tried while none is kept
 GROWTH = (1.25, 2.5)  # the first and the greatest step up or down from a guess
@@ -115,6 +116,26 @@ class Capacity:
         """Return about which load keeps every limit where all times are `factor` as long: what is
         served at a load `factor` times as high, in time that runs slower.
         """
+        logs = self._used_logs(factor)
+        loads = np.log([one.load for one in self.points])
+        return float(np.exp(np.interp(0.0, logs, loads))) / factor
+
+    def served_if(self, factor: float) -> float | None:
+        """Return the rate that is served at the capacity where all times are `factor` as long, if
+        it lies between two loads that were tried near to each other; None where it does not.
+        """
+        above = int(np.searchsorted(self._used_logs(factor), 0.0, side="right"))
+        if not 0 < above < len(self.points):
+            return None
+        low, high = self.points[above - 1 : above + 1]
+        if high.load > low.load * (1.0 + TOLERANCE_BETWEEN):
+            return None
+        return self.load_if(factor) * self.served_rps / self.load
+
+    def _used_logs(self, factor: float) -> Floats:
+        """Return the logarithm of the used share of the first limit to break, for each load that
+        was tried, where all times are `factor` as long. It never falls.
+        """
         used = [
             max(
                 share * (factor if name.endswith("_s") else 1.0)
@@ -122,9 +143,7 @@ class Capacity:
             )
             for one in self.points
         ]
-        logs = np.log(np.clip(np.maximum.accumulate(used), 1e-9, 1e9))
-        loads = np.log([one.load for one in self.points])
-        return float(np.exp(np.interp(0.0, logs, loads))) / factor
+        return np.log(np.clip(np.maximum.accumulate(used), 1e-9, 1e9))
 
     @property
     def at_capacity(self) -> LoadPoint:

@@ -233,11 +233,15 @@ def capacity_of(
 def _interval(
     deployment: Deployment, trace: Trace, evaluate: Evaluate, rate: Capacity
 ) -> LawInterval:
-    """Search the capacity with times at both ends of the law's range, from what the tried rates
-    say of it. Of a very long trace the busiest part says by how much the rate differs.
+    """Find the capacity with times at both ends of the law's range: between the tried rates, if
+    both ends are there; else by a search from what these say of it. Of a very long trace the
+    busiest part says by how much the rate differs.
     """
     law = deployment.fit.law_range()
     factors = [law.slow, law.fast]
+    between = [rate.served_if(factor) for factor in factors]
+    if None not in between:
+        return LawInterval(low_rps=between[0], high_rps=between[1], law=law)
     is_long = busiest_part(whole_task(deployment, trace)) is not None
     if is_long:
         factors.append(1.0)
