@@ -81,7 +81,7 @@ def test_the_scheduler_counts_what_the_simulated_worker_holds(
     requests, outputs = requests_of(Trace(np.array(arrival), *lengths), 80)
     policy = Audit(make_policy(name, POLICIES[name]))
     ledger = Ledger(list(arrival), outputs, 2)
-    policy.workers = virtual_workers(policy, world, ledger, requests)
+    policy.workers = virtual_workers(policy, world, ledger)
     run(Scheduler(policy, world.scheduled()), requests, policy.workers)
     assert all(each.ok for each in ledger.outcomes)
     assert policy.audits > 0

@@ -20,7 +20,7 @@ def recorded(policy, trace, world):
     requests, outputs = requests_of(trace, world.max_new_tokens)
     scheduler = RecordingScheduler(policy, world.scheduled(), found.append)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
-    run(scheduler, requests, virtual_workers(policy, world, ledger, requests))
+    run(scheduler, requests, virtual_workers(policy, world, ledger))
     assert all(each.ok for each in ledger.outcomes)
     return found
 

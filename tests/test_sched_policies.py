@@ -84,7 +84,7 @@ def test_a_simulation_makes_no_cycles_and_collects_none():
     requests, outputs = requests_of(trace, world.max_new_tokens)
     scheduler = Scheduler(policy, world.scheduled())
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
-    workers = virtual_workers(policy, world, ledger, requests)
+    workers = virtual_workers(policy, world, ledger)
     gc.collect()
     run(scheduler, requests, workers)
     assert gc.isenabled()

@@ -337,12 +337,7 @@ def test_under_any_priorities_all_requests_end_and_a_log_replays_to_the_same_dec
         policy, two_workers(joining), lambda event: lines.append(to_line(event)), seed=3
     )
     ledger = Ledger(trace.arrival_s.tolist(), outputs, 2)
-    assert (
-        run(
-            recorder, arrivals, virtual_workers(policy, world(2, joining=joining), ledger, arrivals)
-        )
-        == []
-    )
+    assert run(recorder, arrivals, virtual_workers(policy, world(2, joining=joining), ledger)) == []
     assert all(each.ok for each in ledger.outcomes)
     assert list(replay(from_lines(lines), Scheduler(policy, two_workers(joining), seed=3))) == []
 

@@ -81,7 +81,7 @@ def test_every_token_has_a_gap_before_it() -> None:
     """Of an accepted draft it is 0: half of the tokens come with another one."""
     result = run((1.0,), [(0, 4, 21, 0)])
     assert result.counters["itl_mean_s"] == pytest.approx(10 / 20)
-    assert result.counters["itl_p50_s"] in (0.0, 1.0)
+    assert round(result.counters["itl_p50_s"], 9) in (0.0, 1.0)
 
 
 def test_where_no_draft_is_proposed_passes_have_none() -> None:

@@ -41,7 +41,7 @@ def lines_per_request(policy: str, router: str, trace: Trace, workers: int) -> f
     chosen = make_policy(policy, parameters)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
     scheduler = Scheduler(chosen, world.scheduled())
-    virtual = virtual_workers(chosen, world, ledger, requests)
+    virtual = virtual_workers(chosen, world, ledger)
     lines = 0
 
     def count(frame, event, arg):

@@ -23,7 +23,6 @@ from toolkit.sched.view import Decision
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.world import (
-    Validity,
     World,
     WorldSettings,
     assign_settings,
@@ -135,8 +134,11 @@ def test_a_static_batch_holds_its_padding() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_outside_the_fit_are_counted(policy: str) -> None:
-    valid = Validity(PassRange(rows_max=8, length_max=100), PassRange(rows_max=8, length_max=300))
-    world = replace(make_world(samples.fit(), {}, workers=1), valid=valid)
+    world = replace(
+        make_world(samples.fit(), {}, workers=1),
+        prefill_range=PassRange(rows_max=8, length_max=100),
+        decode_range=PassRange(rows_max=8, length_max=300),
+    )
     for prompt, output, outside in [(90, 20, False), (101, 20, True), (90, 240, True)]:
         counters = simulate(trace_of([prompt], [output]), make_policy(policy, {}), world).counters
         assert (counters["extrapolated_batches_percent"] > 0) == outside

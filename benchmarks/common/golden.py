@@ -32,7 +32,7 @@ from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.world import Validity, World
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 CAPACITY = 3_000  # tokens: about ten requests of mean length, so that memory is the limit
@@ -156,8 +156,14 @@ def variants(requests: int) -> Iterator[Case]:
     urgent = trace_of(requests, rate_rps(1.35, 8), seed=2, prioritised=True)
     plain = world_of(8)
     failing = replace(plain, runs_out=_runs_out, token_gaps=True)
-    narrow = Validity(PassRange(rows_max=4, length_max=300), PassRange(rows_max=6, length_max=350))
-    counting = replace(plain, valid=narrow, future_memory=True, drain=False, flush_s=0.05)
+    counting = replace(
+        plain,
+        prefill_range=PassRange(rows_max=4, length_max=300),
+        decode_range=PassRange(rows_max=6, length_max=350),
+        future_memory=True,
+        drain=False,
+        flush_s=0.05,
+    )
     for policy in ROUTED:
         for router in ROUTERS:
             for joining in (None, "embed"):
@@ -244,7 +250,7 @@ def digest(case: Case) -> str:
         found.update(repr(recorder.take_refusals()).encode())
     else:
         ledger = Ledger(case.trace.arrival_s.tolist(), outputs, case.world.workers)
-        run(recorder, requests, virtual_workers(policy, case.world, ledger, requests))
+        run(recorder, requests, virtual_workers(policy, case.world, ledger))
         times = (
             [each.first_token_s for each in ledger.outcomes],
             [each.last_token_s for each in ledger.outcomes],

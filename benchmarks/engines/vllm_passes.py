@@ -155,7 +155,7 @@ def times_of_case(case: Case) -> list[list[float]]:
             run.arrive(rows[arrived], came_s)
             arrived += 1
         else:
-            run.work(drain=True, follow=False, until_s=came_s)
+            run.work(drain=True, follow=False)
     return [[one.first_token_s, one.last_token_s, one.max_gap_s] for one in ledger.outcomes]
 
 

@@ -260,7 +260,7 @@ def notes_of(
         lines += [f"{name}: {line}" for line in about]
         share = run.metrics.get("extrapolated_batches_percent", 0.0)
         if share:
-            valid = str(worlds[run.policy].range_of(run.policy))
+            valid = worlds[run.policy].range_of(run.policy)
             beyond.setdefault(valid, []).append(f"{name} {number(share)} %")
     for valid, shares in beyond.items():
         batches = f"batches outside what the fit measured ({valid})"

@@ -182,7 +182,7 @@ def _run(
     return run(
         scheduler,
         requests,
-        virtual_workers(policy, world, ledger, requests),
+        virtual_workers(policy, world, ledger),
         drain=world.drain,
         arrivals=arrivals,
         outcomes=ledger.outcomes,
@@ -190,19 +190,14 @@ def _run(
     )
 
 
-def virtual_workers(
-    policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request]
-) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides, numbered from 0. They write what happens to
-    `requests` into `ledger`.
+def virtual_workers(policy: Policy, world: World, ledger: Ledger) -> Sequence[VirtualWorker]:
+    """Return the workers that run what `policy` decides, numbered from 0. They write what happens
+    to requests into `ledger`.
     """
-    valid = world.valid
-    counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
-    outside = valid.left_by if valid is not None and counts else None
     made: type[SliceWorker | ContinuousWorker] = SliceWorker
     if policy.continuous:
         made = ContinuousWorker if world.joining is None else SlabWorker
-    return [made(index, ledger, world, outside) for index in range(world.workers)]
+    return [made(index, ledger, world) for index in range(world.workers)]
 
 
 def usual_policies(fit: Fit | None) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from toolkit.sched.prefills import PrefillChunk, PrefillChunks, PrefillGroup
 from toolkit.sched.types import NO_LIMIT, Failure, Job, Moves, Pass, PassResult
 from toolkit.sim.decoding import Decoding
-from toolkit.sim.ledger import Ledger, Outside
+from toolkit.sim.ledger import Ledger
 
 if TYPE_CHECKING:
     from toolkit.sim.world import World
@@ -59,10 +59,8 @@ class Stretch:
 class ContinuousWorker(Decoding):
     """The worker of passes that keep their caches: tokens reach the client step by step."""
 
-    def __init__(
-        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
-    ) -> None:
-        super().__init__(index, ledger, world, outside)
+    def __init__(self, index: int, ledger: Ledger, world: World) -> None:
+        super().__init__(index, ledger, world)
         self._future: bool = world.future_memory
         self._batch: Pass | None = None
         self._start_s = 0.0
@@ -165,11 +163,11 @@ class ContinuousWorker(Decoding):
         assert batch is not None
         self._count_time(self._start_s)
         moves = batch.moves
-        if self._outside is not None and self._resident:
+        if self._resident:
             rows = len(self._resident)
             entering = self._prefilled_rows(batch)
             longest = batch.input_length if entering else 0
-            ledger.extrapolated += self._outside(entering, longest, rows, self._length() + ran)
+            self._count_extrapolated(entering, longest, rows, self._length() + ran)
         if self._failure:
             if moves is not None and moves.overlap:
                 self._swap_store.transfer(moves)

@@ -22,7 +22,7 @@ from mypy_extensions import mypyc_attr
 from toolkit.sched.protocols import SwapLaw
 from toolkit.sched.queues import transfers_s
 from toolkit.sched.types import NO_LIMIT, Job, Moves
-from toolkit.sim.ledger import Gaps, Ledger, Outside, RequestOutcome, TokenGaps
+from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps
 from toolkit.sim.worker import SimulatedWorker
 
 if TYPE_CHECKING:
@@ -135,10 +135,8 @@ class Decoding(SimulatedWorker):
     exceeds the capacity shows. `Job.number` is a job's index in the ledger.
     """
 
-    def __init__(
-        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
-    ) -> None:
-        super().__init__(index, ledger, world, outside)
+    def __init__(self, index: int, ledger: Ledger, world: World) -> None:
+        super().__init__(index, ledger, world)
         # What few passes need comes first, so that the rest lies together, as in `Worker`.
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(world.swap, ledger)

@@ -7,9 +7,9 @@ launch on the CPU, L when that has ended, g its work on the GPU, G its end there
 exist.
 
 A flight is a leap: passes of the same rows. All but the first of several passes only decode, and
-each reads more of the cache than the one before, so that their times have a closed form wherever
-one of the two, launches or the GPU, limits all of them. A leap ends where that changes. Elsewhere
-the flight goes from pass to pass.
+each reads more of the cache than the one before, so that their times have a closed form where the
+GPU limits all of them. Where launches do, and the queue has depth two, the flight goes from pass to
+pass.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ class Flight:
         """
         return self.end_s
 
-    def start(self, shape: StepShape, now_s: float, steps: int, until_s: float) -> None:
-        """At most `steps` passes begin, the first of `shape` at `now_s`, and none after the first
-        when `until_s` has come.
-        """
+    def start(self, shape: StepShape, now_s: float, steps: int) -> None:
+        """At most `steps` passes begin, the first of `shape` at `now_s`."""
         law = self._law
         self.shape = shape
         self.begin_s = now_s
@@ -80,8 +78,6 @@ class Flight:
                 if gpu_s < launch_s:  # which hides the GPU's work
                     steps = _steps_below(launch_s - gpu_s, self._growth_s, steps)
                     self._growth_s = 0.0
-            if until_s < math.inf:
-                steps = self._planned(until_s, steps)
         self.keep(steps)
 
     def cut(self, now_s: float) -> None:
@@ -133,7 +129,6 @@ class OverlappingFlight(Flight):
         # of the flight: what its first pass is like
         self._waits = True  # for its launch
         self._launches_before = 0
-        self._by_launches = False  # whether launches set the period of the following passes
         # of the first pass, and of each one where the flight goes from pass to pass
         self._times_s: list[float] = []  # T
         self._gpu_s: list[float] = []  # G
@@ -150,7 +145,7 @@ class OverlappingFlight(Flight):
         self.begin_s = max(self.end_s, held_s)
         return self.begin_s
 
-    def start(self, shape: StepShape, now_s: float, steps: int, until_s: float) -> None:
+    def start(self, shape: StepShape, now_s: float, steps: int) -> None:
         """As `Flight.start`, after `follow`."""
         law = self._law
         launch_s = self._launch_s
@@ -171,7 +166,6 @@ class OverlappingFlight(Flight):
         )
         if base_s + gpu_s < end_s:
             base_s = end_s - gpu_s
-        self._by_launches = False
         self._times_s = [planned_s]
         self._gpu_s = [end_s]
         self._launched = [launched_s]
@@ -181,20 +175,9 @@ class OverlappingFlight(Flight):
             self._base_s = base_s
             self._period_s = gpu_s
             self._growth_s = growth_s
-            if self._waits and not self._apart:
-                # E[n-1] = max(G[n-1], S[n] + c), so G[n] = E[n-1] + g
-                if gpu_s < launch_s:
-                    self._by_launches = True
-                    self.first_s = planned_s + launch_s
-                    self._base_s = planned_s
-                    self._period_s = launch_s
-                    self._growth_s = 0.0
-                    steps = _steps_below(launch_s - gpu_s, growth_s, steps)
-            elif not self._gpu_limits(end_s, planned_s, launched_s):
-                self._walk(gpu_s, growth_s, steps, until_s)
+            if not self._gpu_limits(end_s, planned_s, launched_s):
+                self._walk(gpu_s, growth_s, steps)
                 return
-            if until_s < math.inf:
-                steps = self._planned(until_s, steps)
         self.keep(steps)
 
     def keep(self, steps: int) -> None:
@@ -218,7 +201,7 @@ class OverlappingFlight(Flight):
         if self.steps <= len(self._times_s):
             inner_s = [after - before for before, after in pairwise(self._times_s[1 : self.steps])]
             return [*[(1, gap_s, gap_s) for gap_s in inner_s], last]
-        if not self._by_launches and end_s <= self.end_s:
+        if end_s <= self.end_s:
             return [_growing(self.steps - 1, self._growth_s, last_s)]
         if self.steps == 2:
             return [last]
@@ -244,7 +227,7 @@ class OverlappingFlight(Flight):
         begins_s = max(launched_s, planned_s) if self._apart else planned_s
         return begins_s + launch_s <= end_s
 
-    def _walk(self, gpu_s: float, growth_s: float, steps: int, until_s: float) -> None:
+    def _walk(self, gpu_s: float, growth_s: float, steps: int) -> None:
         """Go from pass to pass, the first of which has been computed, until the GPU limits."""
         law = self._law
         shape = self.shape
@@ -254,7 +237,7 @@ class OverlappingFlight(Flight):
         end_s = self._gpu_s[0]
         launched_s = self._launched[0]
         most = min(steps, WALKED_MAX)
-        while len(times_s) < most and planned_s < until_s:
+        while len(times_s) < most:
             launch_s = law.drawn_launch_s(shape, self._launches_before + len(times_s))
             gpu_s += growth_s
             before_s = end_s
@@ -296,19 +279,18 @@ def stretch_s(first_s: float, growth_s: float, steps: int) -> float:
 
 
 def steps_before(first_s: float, growth_s: float, seconds: float, limit: int) -> int:
-    """The number of such passes that begin less than `seconds` after the first, at most `limit`:
+    """Return how many of such passes begin less than `seconds` after the first, at most `limit`:
     the least k with stretch_s(first_s, growth_s, k) >= seconds.
     """
-    if not 0.0 < seconds < math.inf:
-        return limit if seconds > 0.0 else 0
-    half_s = growth_s * 0.5
-    guess = _root(half_s, first_s - half_s, seconds)
-    k = limit if guess >= limit else int(guess)
-    while k > 0 and (k - 1) * (first_s + half_s * (k - 2)) >= seconds:
-        k -= 1
-    while k < limit and k * (first_s + half_s * (k - 1)) < seconds:
-        k += 1
-    return k
+    low = 0
+    high = limit
+    while low < high:
+        middle = (low + high) // 2
+        if stretch_s(first_s, growth_s, middle) < seconds:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _steps_below(seconds: float, growth_s: float, limit: int) -> int:
@@ -316,12 +298,3 @@ def _steps_below(seconds: float, growth_s: float, limit: int) -> int:
     if growth_s * (limit - 1) <= seconds:
         return limit
     return 1 + int(seconds / growth_s)
-
-
-def _root(square: float, slope: float, value: float) -> float:
-    """The x >= 0 with square * x^2 + slope * x = value; infinity if there is none."""
-    if not square:
-        return value / slope if slope else math.inf
-    root = math.sqrt(slope * slope + 4.0 * square * value)
-    # Of the two forms of the solution, each adds two numbers of the same sign: neither cancels.
-    return 2.0 * value / (slope + root) if slope > 0.0 else (root - slope) / (2.0 * square)

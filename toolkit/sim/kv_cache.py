@@ -891,8 +891,6 @@ class KVCache:
         )
         self.only_takes = not windows
         self.can_step = self.only_takes or not caches or retention == 0
-        # whether rows that share nothing get their keys only when they lose their blocks
-        self._defers = len(self.groups) == 1 and self.groups[0].is_full
         self._nothing = [Hit() for _ in groups]
 
     def _made(self, number: int, spec: CacheGroup) -> FullGroup:
@@ -916,8 +914,7 @@ class KVCache:
         if not self.caches:
             return self._nothing, 0
         if row.content is None and not row.preempted:
-            if not self._defers:
-                row.path = [Node(None, 0, self.longest)]
+            row.path = [Node(None, 0, self.longest)]
             return self._nothing, 0
         if not row.path:
             node = row.content
@@ -1020,12 +1017,6 @@ class KVCache:
         if not self.caches:
             return
         tokens = min(tokens, row.known)
-        if not row.path:  # its keys can wait until it loses its blocks
-            table = row.tables[0]
-            full = tokens // self.unit
-            if full > table.looked:
-                table.looked = full
-            return
         if len(self.groups) > 1:
             tokens = tokens // self.whole * self.whole
         for group in self.groups:
@@ -1035,10 +1026,6 @@ class KVCache:
 
     def release(self, row: PagedRow) -> None:
         """Take all blocks of a row back, group by group."""
-        table = row.tables[0]
-        if self._defers and not row.path and table.looked:
-            row.path.append(Node(None, 0, self.longest))
-            self.groups[0].add(row.path[0], table, 0, table.looked, 0)
         for group in self.groups:
             group.release(row)
 

@@ -22,6 +22,8 @@ from toolkit.metrics import Floats, Served
 from toolkit.sim.kv_cache import BlockPool
 
 PERCENTILES = (50, 95, 99)
+HALVINGS = 60  # of the range of a percentile: it is then known to the last digits
+LEAST_SPAN_S = 1e-12  # of a stretch; equal gaps are spread over as much
 # Metrics where prompts are shared, and the counts of each engine's cache that they are the sums of.
 REUSE = {
     "query_tokens": "queries",
@@ -59,43 +61,29 @@ class TokenGaps:
         mean = {"itl_mean_s": float((counts * (first + last)).sum() / 2.0 / counts.sum())}
         low = np.minimum(first, last)
         high = np.maximum(first, last)
-        values = _quantiles(counts, low, high, np.array(PERCENTILES) / 100.0)
-        return mean | {f"itl_p{q}_s": value for q, value in zip(PERCENTILES, values, strict=True)}
+        own = {f"itl_p{q}_s": _quantile(counts, low, high, q / 100.0) for q in PERCENTILES}
+        return mean | own
 
 
-def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> list[float]:
-    """The quantiles `shares` of a mixture of stretches of `counts` gaps from `low` to `high`: the
-    number of gaps up to x jumps at a stretch that is a point, and rises linearly within others.
+def _quantile(counts: Floats, low: Floats, high: Floats, share: float) -> float:
+    """Return the gap that `share` of all gaps do not exceed, of stretches of `counts` gaps from
+    `low` to `high`, by halving the range in which it lies.
     """
-    point = high <= low
-    slope = counts[~point] / (high - low)[~point]
-    places = np.concatenate([low[point], low[~point], high[~point]])
-    jumps = np.concatenate([counts[point], np.zeros(2 * len(slope))])
-    slopes = np.concatenate([np.zeros(int(point.sum())), slope, -slope])
-    order = np.argsort(places, kind="stable")
-    places = places[order]
-    jumps = jumps[order]
-    slopes = np.cumsum(slopes[order])
-    # gaps up to each place that the linear stretches contribute
-    along = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(places))])
-    upto = np.maximum.accumulate(along + np.cumsum(jumps))  # rounding must not make it fall
-    before = upto - jumps
-    quantiles = []
-    for wanted in shares * counts.sum():
-        k = min(int(np.searchsorted(upto, wanted)), len(places) - 1)
-        place = places[k]
-        if k > 0 and wanted < before[k]:
-            rise = before[k] - upto[k - 1]
-            place = places[k - 1] + (place - places[k - 1]) * (wanted - upto[k - 1]) / rise
-        quantiles.append(float(place))
-    return quantiles
+    wanted = share * counts.sum()
+    span = np.maximum(high - low, LEAST_SPAN_S)
+    below = float(low.min())
+    above = float(high.max())
+    for _ in range(HALVINGS):
+        middle = 0.5 * (below + above)
+        if (counts * np.clip((middle - low) / span, 0.0, 1.0)).sum() < wanted:
+            below = middle
+        else:
+            above = middle
+    return above
 
 
 # Whether a batch runs out of memory, by its id, N, L and S.
 RunsOut = Callable[[int, int, int, int], bool]
-# Whether a prefill of rows of an input length, or steps of rows up to a cached length, are outside
-# the range that the laws were measured in.
-Outside = Callable[[int, int, int, float], bool]
 
 
 @mypyc_attr(acyclic=True)

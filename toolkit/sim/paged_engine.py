@@ -216,14 +216,13 @@ class PagedRun:
             self._flight.cut(now_s)
             self.next_s = self._flight.due_s
 
-    def work(self, *, drain: bool, follow: bool, until_s: float = math.inf) -> None:
+    def work(self, *, drain: bool, follow: bool) -> None:
         """Do what is due at `next_s`: finish the passes that run, and plan the next.
 
         Args:
             drain: False: no pass is planned where no request waits.
             follow: whether requests may follow from ends: the caller takes these before the next
                 pass is planned.
-            until_s: no other request comes before that time, if it is known.
         """
         now_s = self.next_s
         scheduler = self.scheduler
@@ -258,7 +257,7 @@ class PagedRun:
             for row in plan.paused:
                 self._close(row, self._done_s)
         if plan is not None and shape is not None:
-            self._begin(plan, now_s, until_s)
+            self._begin(plan, now_s)
             return
         self._plan_s = max(self._done_s, now_s)
         self.next_s = math.inf
@@ -276,17 +275,13 @@ class PagedRun:
             used += int(share * flight.steps * self._leap.shape.decodes / self._engine.block_tokens)
         return ReplicaReport(len(scheduler.waiting), min(used / pool.blocks, 1.0))
 
-    def _begin(self, plan: PlannedPass, now_s: float, until_s: float) -> None:
+    def _begin(self, plan: PlannedPass, now_s: float) -> None:
         """The planned pass begins, and with it those that decode the same rows."""
         scheduler = self.scheduler
         flight = self._flight
         steps = scheduler.ahead()
         self._can_cut = steps > 1 and not scheduler.waiting
-        if not self._can_cut:
-            until_s = math.inf
-        elif until_s < math.inf:
-            self._can_cut = False
-        flight.start(plan.shape, now_s, steps, until_s)
+        flight.start(plan.shape, now_s, steps)
         self._leap = plan
         self._since_s = max(now_s, self._done_s)
         self.next_s = flight.due_s

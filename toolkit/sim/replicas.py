@@ -160,11 +160,7 @@ class ReplicaClock(Clock):
     def _work(self, run: PagedRun, index: int) -> None:
         """Let an engine finish passes and plan the next ones; plan what follows from that."""
         arrivals = self.arrivals
-        run.work(
-            drain=self._drain or arrivals.left > 0,
-            follow=arrivals.follow,
-            until_s=arrivals.next_s if self._alone else math.inf,
-        )
+        run.work(drain=self._drain or arrivals.left > 0, follow=arrivals.follow)
         if run.next_s < math.inf:
             self.add(run.next_s, BEGINS, index, index)
         if run.first_tokens or run.ends:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from toolkit.sched.prefills import PrefillGroup, groups_alike
 from toolkit.sched.types import Job, Pass, PassResult
 from toolkit.sim.continuous import ContinuousWorker
-from toolkit.sim.ledger import Ledger, Outside
+from toolkit.sim.ledger import Ledger
 
 if TYPE_CHECKING:
     from toolkit.sim.world import World
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 class SlabWorker(ContinuousWorker):
     """The worker of passes that keep their caches in a slab."""
 
-    def __init__(
-        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
-    ) -> None:
-        super().__init__(index, ledger, world, outside)
+    def __init__(self, index: int, ledger: Ledger, world: World) -> None:
+        super().__init__(index, ledger, world)
         self._capacity: int = world.memory.usable_tokens
         # decode steps of the current pass for which memory suffices; -1: all of them
         self._spills_after = -1

@@ -40,7 +40,7 @@ from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.drafts import DrawnDrafts
-from toolkit.sim.kv_cache import NEVER, NO_PASS, KVCache, PagedRow, ceil_div
+from toolkit.sim.kv_cache import NEVER, NO_PASS, KVCache, PagedRow
 from toolkit.sim.loop import SimulationStalledError
 
 # This many passes in a row that only preempt, without a token for any row, are a live-lock.
@@ -519,7 +519,10 @@ class VllmScheduler:
         in_step = self._in_step
         if in_step.only_takes:
             due = in_step.due(self._passes, 1)
-            if due + self._needed_by_single() <= self.pool.free:
+            most = len(in_step.takes) * (
+                self._most_tokens // self._cache.smallest + len(self._single)
+            )  # that all others may take
+            if due + most <= self.pool.free:
                 self.pool.take(due)
                 return self._single
         awake = in_step.awake(self._passes)
@@ -528,15 +531,6 @@ class VllmScheduler:
         awake += self._single
         awake.sort(key=_order)
         return awake
-
-    def _needed_by_single(self) -> int:
-        """Return at most how many blocks the running rows that are not in step take in a pass."""
-        due = 0
-        for row in self._single:
-            end = min(row.known + row.expected, row.computed + self._most_tokens)
-            for group in self._cache.groups:
-                due += max(ceil_div(end, group.block) - row.tables[group.number].length, 0)
-        return due
 
     def _take(self, row: PagedRow, computed: int, new: int, plan: PlannedPass) -> bool:
         """Give a running row blocks for `new` tokens more. Preempts rows for that, the last one

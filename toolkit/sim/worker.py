@@ -14,8 +14,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from toolkit.laws.passes import PassRange
 from toolkit.sched.types import LatencyLaw, Pass, PassResult
-from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut, TokenGaps
+from toolkit.sim.ledger import Ledger, RequestOutcome, RunsOut, TokenGaps
 
 if TYPE_CHECKING:
     from toolkit.sim.world import World
@@ -27,26 +28,29 @@ class SimulatedWorker:
     Args:
         index: its place in the ledger, which gets what happens and has the true output lengths.
         world: its laws (the policy may know others).
-        outside: whether a pass is outside the range that the laws were measured in, so that it
-            counts as extrapolated; None: none is.
     """
 
-    def __init__(
-        self,
-        index: int,
-        ledger: Ledger,
-        world: World,
-        outside: Outside | None,
-    ) -> None:
+    def __init__(self, index: int, ledger: Ledger, world: World) -> None:
         self._index = index
         self._ledger = ledger
         self._latency: LatencyLaw = world.latency
         if world.slowdown != 1.0:
             self._latency = self._latency.times(world.slowdown)
-        self._outside = outside
+        self._prefill_range: PassRange = world.prefill_range
+        self._decode_range: PassRange = world.decode_range
         self._emits = int(self._latency.prefill_emits_token)
         self._done_s = 0.0  # when the current pass ends
         self.known_s = 0.0  # when its result is known
+
+    def _count_extrapolated(
+        self, entering: int, input_length: int, rows: int, cached_length: float
+    ) -> None:
+        """Write into the ledger whether the pass, a prefill of `entering` rows, then decode steps
+        of `rows` rows, is outside the range that the laws were measured in.
+        """
+        inside = self._decode_range.holds_batch(rows, cached_length)
+        inside = inside and self._prefill_range.holds_batch(entering, input_length)
+        self._ledger.extrapolated += not inside
 
     def _count_time(self, start_s: float) -> None:
         """Write into the ledger that the pass, which began then, has been computed."""
@@ -57,10 +61,8 @@ class SimulatedWorker:
 class SliceWorker(SimulatedWorker):
     """The worker of slices."""
 
-    def __init__(
-        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
-    ) -> None:
-        super().__init__(index, ledger, world, outside)
+    def __init__(self, index: int, ledger: Ledger, world: World) -> None:
+        super().__init__(index, ledger, world)
         self._runs_out: RunsOut | None = world.runs_out
         self._streams: bool = world.streams
         self._flush_s: float = world.flush_s
@@ -94,8 +96,7 @@ class SliceWorker(SimulatedWorker):
         ledger.peak_tokens = max(ledger.peak_tokens, float(peak))
         ledger.attempts += 1
         ledger.future_token_attempts += peak
-        if self._outside is not None:
-            ledger.extrapolated += self._outside(size, length, size, length + ran)
+        self._count_extrapolated(size, length, size, length + ran)
         done_s = now_s + (prefill_s + self._latency.decode_s(size, length, ran - self._emits))
         ended: list[str] = []
         missed: list[tuple[str, int]] = []

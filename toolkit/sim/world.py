@@ -2,7 +2,6 @@
 
 The parts, in this order:
 
-- `Validity`: where the laws were measured; workers count the extrapolated batches outside;
 - `World` and `world_from_fit`: a world, made from a fit; a recipe with its fit are a `Deployment`
   (`toolkit.sim.deployment`), which makes its own;
 - `WorldSettings`, `assign_settings` and `make_world`: the worlds that a command may simulate, a
@@ -13,7 +12,7 @@ The parts, in this order:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 from toolkit.errors import InputError, nearest
@@ -31,34 +30,11 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, choice, declared, parameter, validate
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, MemoryLaw, SwapLaw
-from toolkit.sched.types import NO_LIMIT, Joining, LatencyLaw, Request, Worker
+from toolkit.sched.types import NO_LIMIT, Joining, LatencyLaw, Worker
 from toolkit.sim.fleet import Fleet
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.traces.types import Trace
-
-
-@dataclass(slots=True, frozen=True)
-class Validity:
-    """Where the laws of prefills and of decode steps were measured."""
-
-    prefill: PassRange
-    decode: PassRange
-
-    def __str__(self) -> str:
-        return f"prefill {self.prefill}; decode {self.decode}"
-
-    def holds(self, requests: Sequence[Request], outputs: Sequence[int]) -> bool:
-        """Whether no batch of these requests can be outside. The input of a job that is prefilled
-        again holds the tokens that were generated before.
-        """
-        lengths = [r.prompt_tokens + output for r, output in zip(requests, outputs, strict=True)]
-        return self.prefill.both(self.decode).holds_batch(len(requests), max(lengths, default=0))
-
-    def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
-        """Whether a prefill of `entering` rows or decode steps of `rows` are outside the range."""
-        inside = self.decode.holds_batch(rows, cached_length)
-        return not (inside and self.prefill.holds_batch(entering, input_length))
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +57,9 @@ class World:
     # False: outputs may be longer than the limits that the policy sees, as in Past-Future's Table 1
     limits_hold: bool = True
     slowdown: float = 1.0  # batches take so many times what the laws say; the scheduler knows these
-    valid: Validity | None = None  # where the laws were measured; None: they hold everywhere
+    # where the laws of prefills and of decode steps were measured
+    prefill_range: PassRange = field(default_factory=PassRange)
+    decode_range: PassRange = field(default_factory=PassRange)
     swap: SwapLaw | None = None  # to host memory; None: caches cannot be swapped
     host_tokens: int = 0  # of swapped caches that a worker's host memory holds
     # How rows join a running batch that is one padded slab, as on the engine `rebatch`; None:
@@ -143,9 +121,11 @@ class World:
         engine = self.paged.with_drafts(tokens, self.acceptance, self.seed)
         return engine if self.slowdown == 1.0 else engine.slowed(self.slowdown)
 
-    def range_of(self, policy: str) -> Validity | PassRange | None:
-        """Where the laws that apply under the policy of this name were measured."""
-        return self.paged.steps.valid if self.paged and policy == VllmPolicy.name else self.valid
+    def range_of(self, policy: str) -> str:
+        """Return where the laws that apply under the policy of this name were measured."""
+        if self.paged and policy == VllmPolicy.name:
+            return str(self.paged.steps.valid)
+        return f"prefill {self.prefill_range}; decode {self.decode_range}"
 
     def scheduled(self) -> list[Worker]:
         """The workers as the scheduler knows them, numbered from 0."""
@@ -185,7 +165,8 @@ def world_from_fit(
         runs_out=DrawnEdge(laws.memory, fit.memory.zeta_std, seed),
         flush_s=flush_s,
         seed=seed,
-        valid=Validity(fit.prefill.valid, fit.decode.valid),
+        prefill_range=fit.prefill.valid,
+        decode_range=fit.decode.valid,
         swap=laws.swap,
         host_tokens=laws.host_tokens,
         round_latency=laws.rounds,
