@@ -13,6 +13,7 @@ from said import says
 
 from benchmarks.engines import vllm_passes as bench
 from toolkit.backends.vllm.conformance.modelled import passes_of_case
+from toolkit.catalogue.releases import release_of
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
@@ -22,7 +23,6 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.vllm import caps_alone
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -132,7 +132,7 @@ def test_a_limit_that_no_client_gives_is_lowered_to_what_is_left_behind_the_prom
 
 @pytest.mark.parametrize(("version", "first_s"), [("0.30.0", 3.0), ("0.31.0", 1.0), ("", 1.0)])
 def test_before_0_31_a_request_that_is_alone_is_held_to_the_threshold(version, first_s) -> None:
-    engine = PagedEngine(FLAT, 50, 4, caps_alone=caps_alone(version))
+    engine = PagedEngine(FLAT, 50, 4, release=release_of(version))
     alone = served([(0, 24, 2, 0)], engine, VllmPolicy(long_prefill_token_threshold=8))
     assert alone.first_token_s.tolist() == [first_s]
 

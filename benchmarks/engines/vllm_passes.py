@@ -39,6 +39,7 @@ from toolkit.backends.vllm.conformance.modelled import (
     step_of,
 )
 from toolkit.backends.vllm.conformance.run import run_cases
+from toolkit.catalogue.releases import release_of
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.laws.passes import LAUNCHES, GraphSettings, PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -65,8 +66,15 @@ def passes_of_log(
         prefix_caching=header.prefix_caching,
     )
     ahead = header.async_scheduling
-    caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
-    scheduler = VllmScheduler(flags, header.blocks, header.block_tokens, caches=caches, ahead=ahead)
+    caches = settings_of(header.resolved, header.max_model_len, header.device)
+    scheduler = VllmScheduler(
+        flags,
+        header.blocks,
+        header.block_tokens,
+        caches=caches,
+        ahead=ahead,
+        release=release_of(header.version),
+    )
     arrived = 0
     found = []
     for one in passes:

@@ -9,7 +9,6 @@ from toolkit.catalogue.caches import is_plain, logged_tokens, longest_blocks, re
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.drafts import keeps_known_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,6 @@ class CacheSettings:
         retention: vLLM's prefix_cache_retention_interval: tokens between the ends of windows and
             states that are kept; 0: only those that a known return can use; None: all.
         in_flight: tokens of all passes that might be under way when vLLM logged its capacity.
-        rehashes: a state at the end of a prompt that is registered again counts as new (vLLM before
-            0.33).
         rows_within_blocks: whether vLLM starts with states only if there are as many blocks as
             max_num_seqs, as it does with CUDA graphs.
         best: tokens that sparse attention reads; 0: all.
@@ -33,7 +30,6 @@ class CacheSettings:
     max_model_len: int
     retention: int | None = 0
     in_flight: int = 0
-    rehashes: bool = False
     rows_within_blocks: bool = False
     best: int = 0
 
@@ -97,13 +93,10 @@ class CacheSettings:
         return replace(flags, max_num_seqs=rows, max_num_batched_tokens=most)
 
 
-def settings_of(
-    resolved: Resolved | None, max_model_len: int, version: str, device: str
-) -> CacheSettings | None:
+def settings_of(resolved: Resolved | None, max_model_len: int, device: str) -> CacheSettings | None:
     """The cache groups of an engine; None: one group of full attention, or it is not known.
 
     Args:
-        version: of vLLM.
         device: 'cpu', which has no CUDA graphs, or another.
     """
     if resolved is None:
@@ -116,7 +109,6 @@ def settings_of(
         max_model_len,
         resolved.retention,
         resolved.max_in_flight_tokens,
-        not keeps_known_outputs(version),
         device != "cpu",
         resolved.index_topk,
     )

@@ -2,8 +2,6 @@
 
 Acceptance depends on texts, which a simulation does not have, so that it is drawn (`DrawnDrafts`).
 The scheduler (`toolkit.sim.vllm`) plans the passes with drafts.
-
-vLLM 0.33 gives keys to blocks of outputs earlier than 0.32 (`keeps_known_outputs`).
 """
 
 from __future__ import annotations
@@ -16,13 +14,11 @@ from typing import Final
 import numpy as np
 
 from toolkit.catalogue.classes import DRAFTING
-from toolkit.catalogue.releases import release_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import AcceptanceSpec
 
 DRAWS: Final = 1_000_003  # a prime: requests begin at places of their own in the table of draws
 APART: Final = 7_919  # places between two requests
-KEEPS_KNOWN: Final = (0, 33)  # the first release of vLLM
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,14 +74,6 @@ class DrawnDrafts:
     def accepted(self, number: int, turn: int) -> int:
         """How many of a request's drafts are accepted in its pass number `turn` with drafts."""
         return self._table[(number * APART + turn) % DRAWS]
-
-
-def keeps_known_outputs(version: str) -> bool:
-    """Whether a release of vLLM, such as '0.33.0', keeps blocks of outputs as soon as their tokens
-    are known; '': not known.
-    """
-    release = release_of(version)
-    return release is not None and release >= KEEPS_KNOWN
 
 
 @lru_cache(maxsize=16)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from toolkit.catalogue.releases import Release, release_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import AcceptanceSpec
@@ -23,11 +24,11 @@ from toolkit.laws.passes import PassLaw
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings, settings_of
-from toolkit.sim.drafts import DrawnDrafts, drafts_of, keeps_known_outputs
+from toolkit.sim.drafts import DrawnDrafts, drafts_of
 from toolkit.sim.flight import Flight, OverlappingFlight, grown_shape
 from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.vllm import PlannedPass, VllmScheduler, caps_alone
+from toolkit.sim.vllm import PlannedPass, VllmScheduler
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +39,7 @@ class PagedEngine:
     beyond the passes, and `front_row_s` for each running row. `caches` are the groups of KV caches
     that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
-    are accepted; `keeps_known`, `hash_lookahead` and `caps_alone`: see `VllmScheduler`. `others`
+    are accepted; `hash_lookahead` and `release`: see `VllmScheduler`. `others`
     are the same engine with other numbers of drafts.
     """
 
@@ -52,9 +53,8 @@ class PagedEngine:
     draft_method: str = ""
     draft_tokens: int = 0
     drafts: DrawnDrafts | None = None
-    keeps_known: bool = False
     hash_lookahead: int = 0
-    caps_alone: bool = False
+    release: Release | None = None
     others: tuple[PagedEngine, ...] = ()
 
     @classmethod
@@ -65,8 +65,7 @@ class PagedEngine:
         steps = fit.steps
         if steps is None:
             return None
-        version = fit.engine.engine_version
-        caches = settings_of(steps.resolved, fit.engine.max_model_len, version, fit.engine.device)
+        caches = settings_of(steps.resolved, fit.engine.max_model_len, fit.engine.device)
         found = []
         for one in (steps, *fit.drafts):
             tokens = fit.memory.capacity_tokens if one is steps else one.blocks * one.block_tokens
@@ -84,9 +83,8 @@ class PagedEngine:
                 caches=caches,
                 draft_method=one.draft_method,
                 draft_tokens=one.draft_tokens,
-                keeps_known=keeps_known_outputs(version),
                 hash_lookahead=drafts.hash_lookahead if drafts is not None else 0,
-                caps_alone=caps_alone(version),
+                release=release_of(fit.engine.engine_version),
             )
             found.append(engine)
         return replace(found[0], others=tuple(found[1:]))
@@ -140,9 +138,8 @@ class PagedEngine:
             caches=self.caches,
             ahead=self.ahead,
             drafts=self.drafts,
-            keeps_known=self.keeps_known,
             hash_lookahead=self.hash_lookahead,
-            caps_alone=self.caps_alone,
+            release=self.release,
         )
 
     def seen_after_s(self, rows: float) -> float:

@@ -32,7 +32,7 @@ from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.catalogue.releases import Release, release_of
+from toolkit.catalogue.releases import Release
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
 from toolkit.laws.features import StepShape, chunk_attended, chunk_inside
@@ -46,16 +46,9 @@ from toolkit.sim.loop import SimulationStalledError
 # This many passes in a row that only preempt, without a token for any row, are a live-lock.
 FRUITLESS_MAX = 64
 NOTHING = StepShape(0, 0)
-SPARES_ALONE: Release = (0, 31)
+SPARES_ALONE: Release = (0, 31)  # the threshold for long prefills is not of a request that is alone
+KEEPS_KNOWN: Release = (0, 33)  # blocks of outputs get keys as soon as their tokens are known
 _order = attrgetter("order")  # of a row
-
-
-def caps_alone(version: str) -> bool:
-    """Return whether a release of vLLM, such as '0.30.0', holds a request that is alone to the
-    threshold for long prefills, too; a release that is not known does not.
-    """
-    release = release_of(version)
-    return release is not None and release < SPARES_ALONE
 
 
 @mypyc_attr(acyclic=True)
@@ -306,10 +299,8 @@ class VllmScheduler:
             (`scheduler_reserve_full_isl`).
         drafts: of speculative decoding.
         longest: tokens that a request may have, vLLM's `max_model_len`; 0: as the cache holds.
-        keeps_known: blocks of outputs get keys as soon as their tokens are known (vLLM 0.33).
         hash_lookahead: tokens behind a block that its key covers, too (EAGLE and MTP, vLLM 0.33).
-        caps_alone: `long_prefill_token_threshold` holds for a request that is alone, too (before
-            vLLM 0.31).
+        release: of vLLM; None: not known, and taken for 0.31 or 0.32.
 
     Raises InputError where vLLM would not start, or what it does then is not modelled.
 
@@ -330,9 +321,8 @@ class VllmScheduler:
         reserves: bool = True,
         drafts: DrawnDrafts | None = None,
         longest: int = 0,
-        keeps_known: bool = False,
         hash_lookahead: int = 0,
-        caps_alone: bool = False,
+        release: Release | None = None,
     ) -> None:
         groups: Sequence[CacheGroup] = [CacheGroup("full", "", block_tokens, 1, block_tokens)]
         window = 0
@@ -343,6 +333,8 @@ class VllmScheduler:
             longest = caches.max_model_len
         if drafts is not None:
             _refuse_drafts(drafts, flags, groups)
+        self._keeps_known = release is not None and release >= KEEPS_KNOWN
+        self._caps_alone = release is not None and release < SPARES_ALONE
         self._late = int(ahead)  # passes with outputs that are not known when one is planned
         self._longest: int = longest or blocks * block_tokens
         uses_states = drafts is not None and drafts.uses_states
@@ -354,7 +346,7 @@ class VllmScheduler:
             in_flight=flags.max_num_batched_tokens * (1 + self._late),
             late=self._late,
             retention=caches.retention if caches is not None else 0,
-            rehashes=caches is not None and caches.rehashes,
+            rehashes=not self._keeps_known,
             drafts=drafts.tokens if drafts is not None else 0,
             drops_last=uses_states and not hash_lookahead,
         )
@@ -371,9 +363,7 @@ class VllmScheduler:
         self._drafts = drafts
         self._count: int = drafts.tokens if drafts is not None else 0
         self._lookahead = self._count if uses_states else 0
-        self._keeps_known = keeps_known
         self._hash_lookahead = hash_lookahead
-        self._caps_alone = caps_alone
         self._in_step = InStep(self._cache, window)
         self._can_step: bool = self._cache.can_step and drafts is None
         self._single: list[PagedRow] = []  # the running rows that are not in step, in order

@@ -143,7 +143,8 @@ class Capacity:
             )
             for one in self.points
         ]
-        return np.log(np.clip(np.maximum.accumulate(used), 1e-9, 1e9))
+        logs: Floats = np.log(np.clip(np.maximum.accumulate(used), 1e-9, 1e9))
+        return logs
 
     @property
     def at_capacity(self) -> LoadPoint:

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from toolkit.backends.vllm.conformance.cases import Case, CaseArrivals, Pass
+from toolkit.catalogue.releases import release_of
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sched.policies.vllm import ROWS, TOKENS, VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.contents import contents
-from toolkit.sim.drafts import DrawnDrafts, keeps_known_outputs
+from toolkit.sim.drafts import DrawnDrafts
 from toolkit.sim.kv_cache import Node, PagedRow
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.vllm import VllmScheduler, caps_alone
+from toolkit.sim.vllm import VllmScheduler
 from toolkit.traces.types import SharedBlocks
 
 
@@ -92,7 +93,6 @@ def scheduler_of(case: Case) -> VllmScheduler:
             cache_groups(case),
             case["max_model_len"],
             case["retention"],
-            rehashes=not keeps_known_outputs(case["version"]),
         )
     return VllmScheduler(
         flags,
@@ -103,9 +103,8 @@ def scheduler_of(case: Case) -> VllmScheduler:
         reserves=case.get("reserve_full_isl", True),
         drafts=_drawn(case["drafts"]) if "drafts" in case else None,
         longest=case["max_model_len"] if "drafts" in case else 0,
-        keeps_known=case.get("keeps_known", False),
         hash_lookahead=case.get("hash_lookahead", 0),
-        caps_alone=caps_alone(case.get("version", "")),
+        release=release_of(case.get("version", "")),
     )
 
 

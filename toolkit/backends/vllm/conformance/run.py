@@ -23,12 +23,12 @@ from toolkit.backends.vllm.touched import Installed, Sources, check, read_vllm
 from toolkit.catalogue.classes import DRAFTING, of_release
 from toolkit.errors import EngineError
 from toolkit.processes.child import Child
-from toolkit.sim.drafts import keeps_known_outputs
 
 CHILD = "toolkit.backends.vllm.conformance.driven"
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
 LOAD_S = 1800.0
 RETENTION = "0.29"  # the first release that has it in KVCacheConfig
+HASH_LOOKAHEAD = "0.33"  # the first release in which a block's key covers tokens behind it
 CHECKPOINTS = "0.30"  # the first release that has their alignment, which the workloads set
 # A model that vLLM knows without any code of its own; only its config is read.
 MODEL = {
@@ -126,17 +126,15 @@ def _classes(case: Case) -> list[str]:
 
 def within(case: Case, installed: Installed) -> Case:
     """Return the workload as a release serves it: it keeps every end of windows and states where it
-    has no `retention`, makes no checkpoints inside a prefill before it has them, and keeps blocks
-    of outputs with drafts by its own rule.
+    has no `retention`, makes no checkpoints inside a prefill before it has them, and covers tokens
+    behind a block with drafts by its own rule.
     """
     changed = dict(case, version=installed.version)
     if not installed.has(RETENTION):
         changed["retention"] = None
     if "drafts" in case:
-        later = keeps_known_outputs(installed.version)
         uses_states = DRAFTING[case["drafts"]["method"]]
-        changed["keeps_known"] = later
-        changed["hash_lookahead"] = int(later and uses_states)
+        changed["hash_lookahead"] = int(uses_states and installed.has(HASH_LOOKAHEAD))
         changed["drafts"] = drafts_of_case(case)
     if "groups" in case and not installed.has(CHECKPOINTS):
         changed["groups"] = [
