@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from paged import FLAT, LAW, trace_of, world
+from pydantic import ValidationError
 from said import says
 
 from toolkit.backends.vllm.conformance.modelled import passes_of_case
@@ -128,10 +129,10 @@ def test_drafts_without_rates_are_refused(acceptance, words: list[str]) -> None:
     assert says(error.value.whole, *words)
 
 
-@pytest.mark.parametrize("rates", [(0.4, 0.5), (1.1,), (), (-0.1,)])
+@pytest.mark.parametrize("rates", [(0.4, 0.5), (1.1,), (-0.1,)])
 def test_rates_that_cannot_be_are_refused(rates: tuple[float, ...]) -> None:
-    with pytest.raises(InputError):
-        DrawnDrafts("ngram", rates)
+    with pytest.raises(ValidationError):
+        AcceptanceSpec(rates=list(rates))
 
 
 def test_a_number_of_drafts_without_a_law_is_refused() -> None:

@@ -4,11 +4,11 @@ A pass means the same as to the engine `rebatch`: some rows leave, caches move, 
 prefilled, and all decode until one ends. `toolkit.sim.decoding` counts the rows; `ContinuousWorker`
 runs the passes.
 
-A pass with chunked prefills is laid out before it runs, as stretches (`Stretch`): the times of its
-chunks and of the decode steps between them. As in the engine, a bounded chunk and a step alternate
-until no row waits for its prefill; the rest are steps alone. If no row decodes, a chunk takes all
-that is left of its group. Each stretch of steps costs one evaluation of the law, so a pass costs
-as many evaluations as it has chunks.
+A pass is laid out before it runs, as stretches (`Stretch`): the times of its chunks and of the
+decode steps between them. As in the engine, a bounded chunk and a step alternate until no row waits
+for its prefill; the rest are steps alone. If no row decodes, a chunk takes all that is left of its
+group. Each stretch of steps costs one evaluation of the law, so a pass costs as many evaluations as
+it has chunks.
 """
 
 from __future__ import annotations
@@ -110,25 +110,9 @@ class ContinuousWorker(Decoding):
             self._ends.clear()
         elif len(self._ends) > len(self._resident):
             self._drop_stale_ends()
-        if self._in_chunks:
-            self._stretches = self._lay_out(batch, self._prefilled_s)
-        else:
-            self._stretches = [self._steps_of(batch)]
+        self._stretches = self._lay_out(batch, self._prefilled_s)
         self._end()
         return self._done_s
-
-    def _steps_of(self, batch: Pass) -> Stretch:
-        """Return the steps of a pass without chunks. Compiled, laying it out would take longer."""
-        rows = len(self._resident)
-        length = self._length()
-        due = self._ends[0].end - self._steps
-        ran = due if due < batch.steps else batch.steps
-        end_s = self._prefilled_s
-        if ran:
-            end_s += self._latency.decode_s(rows, length, ran)
-            if ran == due:
-                end_s += self._latency.leave_s(length + ran)
-        return Stretch(NO_CHUNKS, self._prefilled_s, ran, end_s, rows, length)
 
     def _end(self) -> None:
         """Note what the stretches say of the pass's end."""
@@ -201,7 +185,7 @@ class ContinuousWorker(Decoding):
         return len(batch.jobs)
 
     def _lay_out(self, batch: Pass, now_s: float) -> list[Stretch]:
-        """The stretches of a pass with chunks, which begins at `now_s`. While a row decodes,
+        """Return the stretches of a pass, which begins at `now_s`. While a row decodes,
         `chunk_tokens` bounds a chunk; at 0 all chunks come before the first step.
         """
         newcomers = self._newcomers.copy()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -45,11 +44,6 @@ class DrawnDrafts:
             raise InputError(
                 f"speculative decoding by '{self.method}' is not modelled",
                 nearest(self.method, DRAFTING),
-            )
-        if not self.rates or any(not b <= a for a, b in pairwise((1.0, *self.rates, 0.0))):
-            raise InputError(
-                f"rates of acceptance are {list(self.rates)}; they go from at most 1 to at least 0,"
-                " and none exceeds the one before it"
             )
         object.__setattr__(self, "_table", _drawn(self.rates, self.seed))
         if self.proposed < 1.0:
