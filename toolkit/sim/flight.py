@@ -56,13 +56,13 @@ class Flight:
         self._growth_s = 0.0
 
     def follow(self, shape: StepShape | None, now_s: float) -> float:
-        """A pass of `shape` is planned at `now_s`; None: one without rows. When the tokens of the
+        """Plan a pass of `shape` at `now_s`; None: one without rows. Return when the tokens of the
         passes that are under way exist.
         """
         return self.end_s
 
     def start(self, shape: StepShape, now_s: float, steps: int) -> None:
-        """At most `steps` passes begin, the first of `shape` at `now_s`."""
+        """Begin at most `steps` passes, the first of `shape` at `now_s`."""
         law = self._law
         self.shape = shape
         self.begin_s = now_s
@@ -135,7 +135,9 @@ class OverlappingFlight(Flight):
         self._launched: list[float] = []  # L
 
     def follow(self, shape: StepShape | None, now_s: float) -> float:
-        """As `Flight.follow`: its launch holds back the tokens of the pass that is under way."""
+        """Plan a pass of `shape` at `now_s`; None: one without rows. Return when the tokens of the
+        passes that are under way exist: the new pass's launch holds them back.
+        """
         if shape is None:
             self._launch_s = self._empty_s
             held_s = now_s + self._launch_s
@@ -146,7 +148,9 @@ class OverlappingFlight(Flight):
         return self.begin_s
 
     def start(self, shape: StepShape, now_s: float, steps: int) -> None:
-        """As `Flight.start`, after `follow`."""
+        """Begin at most `steps` passes, the first of `shape` at `now_s`, which `follow` has
+        planned.
+        """
         law = self._law
         launch_s = self._launch_s
         planned_s = self.begin_s  # the second pass
@@ -195,7 +199,7 @@ class OverlappingFlight(Flight):
             self._launched_s = self.due_s  # it ended before that, and no launch begins before that
 
     def gaps(self, end_s: float) -> list[Gaps]:
-        """As `Flight.gaps`."""
+        """Return the gaps between the tokens of several passes, the last at `end_s`."""
         last_s = end_s - self.due_s
         last = (1, last_s, last_s)
         if self.steps <= len(self._times_s):
@@ -209,7 +213,9 @@ class OverlappingFlight(Flight):
         return [_growing(self.steps - 2, self._growth_s, before_s), last]
 
     def _planned(self, now_s: float, limit: int) -> int:
-        """As `Flight._planned`: the pass after the first is planned at T[1]."""
+        """Return how many of at most `limit` passes are planned before `now_s`; at least 1. The
+        pass after the first is planned at T[1].
+        """
         if len(self._times_s) > 1:
             return 1 + bisect_left(self._times_s, now_s, 0, limit - 1)
         if now_s <= self.begin_s or limit < 2:

@@ -171,7 +171,7 @@ class PagedRun:
         next_s: when `work` is to be called next; infinity while it has nothing to do.
         scheduler: plans its passes.
         first_tokens: (time, number) of first tokens here that the caller has not taken yet.
-        ends: (time, number, rows that ran) of requests that ended, likewise.
+        ends: (time, number, rows that ran) of requests that ended, and that the caller has not taken yet.
     """
 
     def __init__(
