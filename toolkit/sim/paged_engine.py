@@ -170,8 +170,8 @@ class PagedRun:
     Attributes:
         next_s: when `work` is to be called next; infinity while it has nothing to do.
         scheduler: plans its passes.
-        first_tokens: (time, number) of first tokens here that the caller has not taken yet.
-        ends: (time, number, rows that ran) of requests that ended, and that the caller has not taken yet.
+        first_tokens: (time, number) of first tokens here.
+        ends: (time, number, rows that ran) of requests that ended. The caller takes both.
     """
 
     def __init__(
