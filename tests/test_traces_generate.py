@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from commands import printed, refused
 from said import says
 
 from toolkit.errors import InputError
@@ -90,6 +91,23 @@ def test_a_backlog_arrives_at_once():
     trace = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 34), seed=0)
     assert trace.arrival_s.tolist() == [0.0] * 300
     assert set(trace.output_tokens.tolist()) == {32, 33, 34}
+
+
+@pytest.mark.parametrize("words", ["--rate 20", "--duration 600", "--cv 0"])
+def test_a_backlog_has_no_arrivals_to_set(words: str, tmp_path, capsys):
+    out = tmp_path / "made.jsonl"
+    (error, _) = refused(capsys, f"trace generate --backlog 7 {words} --out", out)
+    assert says(error, words, "--backlog")
+    assert not out.exists()
+
+
+def test_the_defaults_of_generated_arrivals_hold_only_without_a_value(tmp_path, capsys):
+    out = tmp_path / "made.jsonl"
+    assert printed(capsys, f"trace generate --backlog 7 --out {out}")["requests"] == 7
+    made = printed(capsys, f"trace generate --cv 0 --duration 2 --out {out}")
+    assert made["requests"] == 40
+    assert set(np.diff(read_trace(out)[0].arrival_s).round(6)) == {0.05}
+    assert refused(capsys, f"trace generate --rate 0 --out {out}")
 
 
 def test_clipped_lengths_are_counted_and_others_stay():

@@ -157,9 +157,13 @@ def test_dates_count_by_the_clock_of_the_file(tmp_path: Path, capsys, stamp: str
     assert refused(capsys, words, f"{hour + 1}-{hour + 2}=1.5")
 
 
-def test_the_command_says_how_many(tmp_path, capsys) -> None:
+def test_the_command_says_how_many_and_a_seed_needs_something_to_draw(tmp_path, capsys) -> None:
     out = tmp_path / "out.jsonl"
     said = printed(capsys, f"trace convert chat-small {out} --grow 0-0.02=1.5 --seed 3")
     assert said["requests"] == 3040 + said["added"]
     assert len(read_trace(out)[0]) == said["requests"]
+    (error, _) = refused(capsys, f"trace convert chat-small {out} --rate 3 --seed 0")
+    assert "--seed 0" in error
+    for words in ("--repeat 2", "--draw-rate 5"):
+        assert printed(capsys, f"trace convert chat-small {out} {words} --seed 3")["requests"]
     assert "added" not in printed(capsys, f"trace convert chat-small {out}")

@@ -80,8 +80,11 @@ def record(args: RecordOptions) -> None:
     from toolkit.server.watched import given_replicas
 
     def announce(url: str) -> None:
-        facts = {"url": url, "upstream": args.upstream, "out": str(args.out)}
-        emit(args.as_json, facts, lambda: print(f"recording: {url} to {args.out}"))
+        emit(
+            args.as_json,
+            {"url": url, "upstream": args.upstream, "out": str(args.out)},
+            lambda: print(f"recording: {url} to {args.out}"),
+        )
         sys.stdout.flush()
 
     key = os.environ.get(KEY_VARIABLE, "")
@@ -176,12 +179,11 @@ def _tokenizer(name: str) -> TokenCounter:
     from toolkit.files.shipped import recipe_path
     from toolkit.traces.chats import TokenCounter
 
-    tokenizer: Tokenizer
     if name.endswith(".json"):
         path = Path(name)
         if not path.is_file():
             raise InputError(f"--tokenizer {name}: no such file", "name a tokenizer.json")
-        tokenizer = FileTokenizer(path)
+        tokenizer: Tokenizer = FileTokenizer(path)
         said = f"those of {path.name}"
     else:
         recipe = load_recipe(recipe_path(Path(name)))
@@ -207,10 +209,10 @@ class ConvertOptions(ReadOptions):
         "start; repeatable.",
         metavar="HOURS=FACTOR",
     )
-    seed: int = option(
-        0,
+    seed: int | None = option(
+        None,
         "With --draw-rate, --grow and --repeat: draw from this seed; the same seed gives the same "
-        "trace.",
+        "trace; default: 0.",
         min=0,
     )
     repeat: int = option(
@@ -235,19 +237,24 @@ def convert(args: ConvertOptions) -> None:
     from toolkit.traces.windows import excerpt, scale_rate
 
     if args.rate is not None and args.draw_rate is not None:
-        both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
-        raise InputError(f"{both} contradict each other", "give one of them")
+        raise InputError(
+            f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g} contradict each other",
+            "give one of them",
+        )
     growths = [Growth.parsed(words) for words in args.grow or []]
+    if args.draw_rate is None and not growths and args.repeat == 1:
+        refuse_useless({"--seed": args.seed}, "nothing is drawn")
+    seed = args.seed or 0
     loaded, report = _read(args)
     added = None
     if args.draw_rate is not None:
-        loaded = draw_arrivals(loaded, Arrivals(args.draw_rate, 1.0), args.seed)
+        loaded = draw_arrivals(loaded, Arrivals(args.draw_rate, 1.0), seed)
     if growths:
         clock_s = report.clock_s if args.draw_rate is None else None
-        loaded, added = grown(loaded, growths, clock_s, args.seed)
+        loaded, added = grown(loaded, growths, clock_s, seed)
     if args.rate is not None:
         loaded = scale_rate(loaded, args.rate)
-    loaded = repeated(loaded, args.repeat, args.seed)
+    loaded = repeated(loaded, args.repeat, seed)
     loaded = excerpt(loaded, args.start, args.duration)
     _put(loaded, args.out, args.as_json, added)
 
@@ -268,6 +275,8 @@ def _put(trace: Trace, out: Path, as_json: bool, added: int | None = None) -> No
 
 PROMPT = "lognormal:400:1"
 OUTPUT = "lognormal:120:0.75"
+RATE_RPS = 20.0
+DURATION_S = 600.0
 TEMPLATE_TOKENS = 512
 
 
@@ -277,9 +286,12 @@ _shared = partial(option, rich_help_panel="What prompts share")
 @dataclass(frozen=True, slots=True)
 class GenerateOptions(JsonOptions):
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
-    rate: float = option(20.0, "Mean arrival rate, requests/s.")
-    duration: float = option(600.0, "Seconds.")
-    cv: float = option(1.0, "Coefficient of variation of the gaps; above 1 is bursty; 1: Poisson.")
+    rate: float | None = option(None, f"Mean arrival rate, requests/s; default: {RATE_RPS:g}.")
+    duration: float | None = option(None, f"Seconds; default: {DURATION_S:g}.")
+    cv: float | None = option(
+        None,
+        "Coefficient of variation of the gaps; above 1 is bursty; 1: Poisson; default: 1.",
+    )
     prompt: str | None = option(
         None,
         "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS; default: "
@@ -324,10 +336,17 @@ def generate(args: GenerateOptions) -> None:
     prompts, outputs = _lengths(args)
     content = _content(args)
     if args.all_at_once is not None:
+        refuse_useless(
+            {"--rate": args.rate, "--duration": args.duration, "--cv": args.cv},
+            f"all {args.all_at_once:,} requests of --backlog arrive at 0 s",
+        )
         made = backlog(args.all_at_once, prompts, outputs, args.seed, content)
     else:
-        arrivals = Arrivals(args.rate, args.cv)
-        made = synthesize(arrivals, args.duration, prompts, outputs, args.seed, content)
+        arrivals = Arrivals(
+            RATE_RPS if args.rate is None else args.rate, 1.0 if args.cv is None else args.cv
+        )
+        duration_s = DURATION_S if args.duration is None else args.duration
+        made = synthesize(arrivals, duration_s, prompts, outputs, args.seed, content)
     if args.metrics:
         made = replace(made, notes=(*made.notes, UNKNOWN))
     _put(made, args.out, args.as_json)
@@ -340,11 +359,14 @@ def _lengths(args: GenerateOptions) -> tuple[DrawnLengths, DrawnLengths]:
 
     longest = args.longest or MAX_LENGTH
     if args.metrics:
-        given = {"--prompt": args.prompt, "--output": args.output}
-        refuse_useless(given, "--metrics has the lengths")
+        refuse_useless(
+            {"--prompt": args.prompt, "--output": args.output}, "--metrics has the lengths"
+        )
         return _page_lengths(args.metrics, longest)
-    prompts = parse_lengths(args.prompt or PROMPT, longest)
-    return prompts, parse_lengths(args.output or OUTPUT, longest)
+    return (
+        parse_lengths(args.prompt or PROMPT, longest),
+        parse_lengths(args.output or OUTPUT, longest),
+    )
 
 
 def _page_lengths(path: Path, longest: int) -> tuple[DrawnLengths, DrawnLengths]:
@@ -360,19 +382,20 @@ def _page_lengths(path: Path, longest: int) -> tuple[DrawnLengths, DrawnLengths]
     found = acceptance_of(metrics)
     if found is not None and found.rates is not None:
         rates = ", ".join(f"{rate:.3f}" for rate in found.rates)
-        text = f"speculative decoding; for serve.acceptance of a recipe: rates: [{rates}]"
-        note(f"{text}, proposed: {found.proposed:.3f}")
+        note(
+            f"speculative decoding; for serve.acceptance of a recipe: rates: [{rates}], "
+            f"proposed: {found.proposed:.3f}"
+        )
     return lengths_of(metrics, longest, path.name)
 
 
 def _content(args: GenerateOptions) -> SharedContent | None:
     """Return what generated prompts share; None: nothing."""
-    from toolkit.traces.generate import SharedContent, parse_lengths
+    from toolkit.traces.generate import SharedContent
 
     if not (args.system_tokens or args.templates):
         return None
-    lengths = parse_lengths(f"fixed:{TEMPLATE_TOKENS}")
-    return SharedContent(args.system_tokens or 0, args.templates or 0, lengths)
+    return SharedContent(args.system_tokens or 0, args.templates or 0)
 
 
 def _show(trace: Trace, report: ReadReport, found: Description) -> None:
