@@ -342,9 +342,10 @@ def test_the_rule_of_a_recipe_is_rendered_if_it_names_one(
     [
         ("keda, parameters: {waiting: 0}", "no threshold"),
         ("clairvoyant, parameters: {capacity: 9}", "only a simulation"),
+        ("by-law", "needs capacity"),
     ],
 )
-def test_a_rule_by_which_nothing_would_scale_is_refused(
+def test_a_rule_of_a_recipe_by_which_nothing_would_scale_is_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -357,17 +358,6 @@ def test_a_rule_by_which_nothing_would_scale_is_refused(
     Path("own.yaml").write_text(recipe_path(RECIPE).read_text() + scale)
     said = ran(capsys, "render own.yaml --target kubernetes --fit", fit, code=2)
     assert text in said.err
-
-
-def test_by_law_in_a_recipe_needs_its_capacity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    fit = Scenario.open(ScenarioOptions(recipe=recipe_path(RECIPE))).inputs["fit"]
-    scale = "scale: {start_s: [90], scaling: {rule: by-law}}\n"
-    Path("own.yaml").write_text(recipe_path(RECIPE).read_text() + scale)
-    said = ran(capsys, "render own.yaml --fit", fit, code=2)
-    assert "needs capacity" in said.err
 
 
 # The query of by-law, evaluated as Prometheus does, over one series of each name.
