@@ -5,7 +5,6 @@ methods, and coverage counts lines, which compiled code does not allow.
 """
 
 import os
-import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 os.environ.setdefault("LLMCTL_COMPILED", "0")
 
 import certifi
+import lean
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -67,10 +67,7 @@ def no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_chat(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped trace `chat-small` is its first 30 seconds: 600 requests in place of 3,000."""
-    shipped = Path(__file__).parent.parent / "toolkit" / "traces" / "data"
-    short = shutil.copytree(shipped, tmp_path_factory.mktemp("traces") / "data")
-    lines = (short / "chat-small.jsonl").read_text().splitlines(keepends=True)
-    (short / "chat-small.jsonl").write_text("".join(lines[:600]))
+    short = lean.shorter_traces(tmp_path_factory.mktemp("traces"))
     monkeypatch.setattr("toolkit.traces.types.FOLDER", short)
 
 

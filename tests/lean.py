@@ -1,11 +1,27 @@
-"""What a tuning does beside the subject of a test, left out."""
+"""What a command does beside the subject of a test, left out."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 TUNE = "toolkit.tuning.tune"
+SHIPPED = Path(__file__).parent.parent / "toolkit" / "traces" / "data"
+LINES = {  # of a shipped trace that tests take
+    "chat-small.jsonl": 600,  # 30 seconds, of 150
+    "reason-day.csv": 4001,  # 2.3 hours, of 24; the first line has the names
+}
+
+
+def shorter_traces(folder: Path) -> Path:
+    """Return a new folder in `folder` with the shipped traces; the long ones have `LINES`."""
+    short = shutil.copytree(SHIPPED, folder / "data")
+    for name, count in LINES.items():
+        lines = (short / name).read_text().splitlines(keepends=True)
+        (short / name).write_text("".join(lines[:count]))
+    return short
 
 
 @contextmanager

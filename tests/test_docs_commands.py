@@ -29,6 +29,7 @@ import fake_vllm_server
 import pytest
 import yaml
 from filelock import FileLock
+from lean import shorter_traces
 from test_traces_histograms import EARLY, LATE
 from test_traces_histograms import page as metrics_page
 
@@ -36,7 +37,7 @@ from benchmarks.common import PLUGINS
 from benchmarks.common.serving import fake_plan
 from toolkit import compiled
 from toolkit.errors import InputError, LimitsBrokenError
-from toolkit.files.io import processor
+from toolkit.files.io import head, processor, write_file
 
 pytestmark = pytest.mark.slow
 
@@ -123,8 +124,10 @@ def named_files(page: Path) -> dict[str, str]:
     return dict(blocks)
 
 
-# Runs each command of a line in a fork, so that what takes seconds to import is imported once, and
-# keeps simulations: pages ask for the same capacity again, beside others.
+# Runs each command of a line in a fork, so that what takes seconds to import is imported once. All
+# processes of a run share their simulations: pages ask for the same capacity again, beside others.
+# Where a page's figures are not compared, the shipped traces are shorter, and so are those that a
+# verdict needs.
 FORKS = """
 import gc, hashlib, json, os, pathlib, pickle, sys
 import optuna, rich.console, rich.table
@@ -134,13 +137,15 @@ from toolkit import __main__ as llmctl
 from toolkit.cli import main
 for name in main.COMMANDS:
     main._load(name)
-kept = pathlib.Path(sys.argv[1])
+kept, short = map(pathlib.Path, sys.argv[1:])
 simulate = toolkit.tuning.evaluate.Task.simulate
 def simulated(task, window):
     asked = pickle.dumps((task.deployment, task.windows[window], task.sla))
     file = kept / hashlib.sha256(asked).hexdigest()
     if not file.exists():
-        file.write_bytes(pickle.dumps(simulate(task, window)))
+        made = file.with_suffix(f".{os.getpid()}")
+        made.write_bytes(pickle.dumps(simulate(task, window)))
+        made.rename(file)
     return pickle.loads(file.read_bytes())
 toolkit.tuning.evaluate.Task.simulate = simulated
 gc.freeze()
@@ -150,6 +155,7 @@ for line in sys.stdin:
     if not child:
         if not whole:
             toolkit.tuning.capacity.LASTING = toolkit.tuning.workload.LASTING = 5.0
+            toolkit.traces.types.FOLDER = short
         os.chdir(folder)
         os.environ.update(environment)
         for number, path in enumerate(streams):
@@ -315,8 +321,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     ports = {"8000": free_port(), "8100": free_port()}
     for recipe in (site / "toolkit" / "_data" / "recipes").glob("*.yaml"):
         recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))
+    kept = shared / "simulations"
+    kept.mkdir(exist_ok=True)
+    short = shorter_traces(tmp_path_factory.mktemp("traces"))
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", FORKS, str(tmp_path_factory.mktemp("simulations"))],
+        [sys.executable, "-P", "-c", FORKS, kept, short],
         env=environment(site),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -437,13 +446,15 @@ def serving(folder: Folder) -> None:
 
 
 def planned_without_work(folder: Folder) -> None:
-    """The plan of an engine that computes nothing, and so loads at once."""
-    apart = folder.path / "without-work"
-    apart.mkdir()
-    fake_plan(apart)
-    plan = json.loads((apart / "plan.json").read_text())
-    plan["recipe"]["serve"]["port"] = int(folder.installed.ports["8000"])
-    (folder.path / "plan.json").write_text(json.dumps(plan))
+    """The plan of an engine that computes nothing, and so loads at once; its recipe and its fit."""
+    made = fake_plan(folder.path)
+    serve = made.recipe.serve.model_copy(update={"port": int(folder.installed.ports["8000"])})
+    recipe = made.recipe.model_copy(update={"serve": serve})
+    write_file(made.model_copy(update={"recipe": recipe}), folder.path / "plan.json")
+    folder.words["RECIPE"] = "own.yaml"
+    write_file(recipe, folder.path / "own.yaml")  # JSON is YAML
+    about = head({"recipe": folder.path / "own.yaml"})
+    write_file(made.fit.model_copy(update=dict(about)), folder.path / "fit.json")
 
 
 def recorded(folder: Folder) -> None:
@@ -455,19 +466,39 @@ def recorded(folder: Folder) -> None:
 def quick_recipe(folder: Folder) -> None:
     """A recipe with a grid that takes seconds to measure."""
     folder.words["RECIPE"] = "quick.yaml"
-    (folder.path / "quick.yaml").write_text(QUICK)
+    port = f"serve: {{port: {folder.installed.ports['8000']}}}\n"
+    (folder.path / "quick.yaml").write_text(QUICK + port)
+
+
+def quick_plan(folder: Folder) -> None:
+    """A plan of that recipe, with the times that were measured here. A server that takes no time
+    would be asked for thousands of requests a second.
+    """
+    quick_recipe(folder)
+    recipe = (folder.path / "quick.yaml").read_text()
+    slow = recipe.replace(
+        "{model_type: fake}", "{model_type: fake, prefill_s: 0.02, decode_s: 0.002}"
+    )
+    (folder.path / "quick.yaml").write_text(slow)
+    folder.run("llmctl profile RECIPE")
+    folder.run("llmctl fit profile.json")
+    folder.run("llmctl render RECIPE --fit fit.json")
 
 
 def tuned_on_azure(folder: Folder) -> None:
-    folder.run("llmctl tune tiny-llama-cpu --trace azure.csv --trials 2")
-    folder.run("llmctl render tiny-llama-cpu --fit fit.json --tuning tuning.json --force")
-    serving(folder)
+    folder.run("llmctl tune RECIPE --fit fit.json --trace azure.csv --policies own --trials 2")
+    folder.run("llmctl render RECIPE --fit fit.json --tuning tuning.json --force")
+    folder.serve("llmctl serve plan.json")
 
 
 QUICK = """\
 name: quick
 model:
-  {source: random, config: {model_type: fake}, dtype: float32, max_model_len: 512, tokenizer: bytes}
+  source: random
+  config: {model_type: fake}
+  dtype: float32
+  max_model_len: 512
+  tokenizer: bytes
 hardware: {device: cpu, name: any}
 engine: {name: fake, kv_cache_memory_mib: 2}
 profile:
@@ -505,7 +536,8 @@ SCRIPTS = RESULTS | {
         }
     ),
     "docs/how-to/measure.md": Script(
-        before={"llmctl bench --plan plan.json --tuning": tuned_on_azure}
+        prepare=quick_plan,
+        before={"llmctl bench --plan plan.json --tuning": tuned_on_azure},
     ),
     "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
     "docs/how-to/record-a-trace.md": Script(
@@ -522,6 +554,7 @@ SCRIPTS = RESULTS | {
         },
     ),
     "docs/how-to/upgrade.md": Script(
+        prepare=planned_without_work,
         elsewhere={
             "llmctl vllm-check": CHECKED,
             "llmctl serve plan.json --replica": "a file of the reader's",
