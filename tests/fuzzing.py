@@ -169,10 +169,10 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
         request(SENT[0], b"\x1f\x8b\x08\x00" + b"\x00" * 30, CLOSE, b"Content-Encoding: gzip"),
         {400, 415},
     ),
-    "an upgrade": (request(SENT[0], GOOD, b"Connection: Upgrade, close", b"Upgrade: h2c"), {200}),
+    "an upgrade": (request(SENT[0], GOOD, b"Connection: Upgrade, close", b"Upgrade: h2c"), {400}),
     "a websocket": (
         request("/", b"", b"Connection: Upgrade, close", b"Upgrade: websocket", method=b"GET"),
-        {200},
+        {400},
     ),
     "expects 100": (good(b"Expect: 100-continue"), {100, 200}),
     "pipelined": (MODELS * 3 + good(), {200}),

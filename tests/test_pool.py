@@ -375,20 +375,28 @@ def test_an_answer_without_ids_or_with_a_part_of_a_sampled_token_does_not_go_on(
     assert not passing.goes_on
 
 
-def test_a_text_that_differs_is_generated_again_from_its_start_once():
-    passing = passing_chat(stop=["yyyy"], temperature=0)
+@pytest.mark.parametrize(("again", "differs"), [("fghi", False), ("zfgh", True)])
+def test_text_that_is_generated_again_is_compared(again: str, differs: bool):
+    """Three ids of one event may end inside a character, so the answer goes on before them."""
+    passing = passing_chat(temperature=0)
     passing.request(speaks_ids=True)
-    told = text_in(passing.feed(events_of("abcdefgh", ids=True, hold=3)))
+    passing.feed(events_of("abcde", ids=True, hold=0))
+    three = {"index": 0, "delta": {"content": "fgh"}, "token_ids": [6, 7, 8]}
+    passing.feed(f"data: {json.dumps({'choices': [three]})}\n\n".encode())
+    assert json.loads(passing.request(speaks_ids=True)[1])["prompt"] == [1, 2, *b"abcde"]
+    rest = passing.feed(events_of(again, ids=True, hold=0))
+    assert (text_in(rest), bool(passing.failure)) == ("" if differs else "i", differs)
+    assert passing.goes_on == (not differs)
+
+
+def test_ids_that_the_client_has_are_not_generated_again():
+    passing = passing_chat(temperature=0, return_token_ids=True)
     passing.request(speaks_ids=True)
-    passing._skip_text = "zz"  # what the client has differs
-    assert passing.feed(events_of("fgh", ids=True, hold=0)) == b""
-    assert passing.failure
+    passing.feed(events_of("abc", ids=True, hold=0))
     assert passing.goes_on
-    assert json.loads(passing.request(speaks_ids=True)[1])["prompt"] == [1, 2]
-    passing.feed(events_of("zzzz", ids=True, hold=0))
-    assert passing.failure
+    inside = {"index": 0, "delta": {"content": ""}, "token_ids": [7]}
+    passing.feed(f"data: {json.dumps({'choices': [inside]})}\n\n".encode())
     assert not passing.goes_on
-    assert told == "abcde"
 
 
 @pytest.mark.slow
@@ -414,9 +422,8 @@ async def test_while_a_replica_is_in_doubt_others_are_preferred(
     front: Front, servers: list[StandIn]
 ):
     first = front.pool.replicas[0]
-    for _ in range(pools.FAILED_ANSWERS):
-        assert front.pool.barred() == []
-        front.pool.answered(first, 500)
+    assert front.pool.barred() == []
+    front.pool.answered(first, 500)
     assert front.pool.barred() == [first.index]
     assert first.state == "up"
     while front.pool.barred():  # until it has answered for itself
@@ -735,7 +742,6 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
         prompt = PROMPT * 40
         for _ in range(4):
             await front.http.post("/v1/completions", json=asked(prompt=prompt))
-        front.app.page.sample()
         page = await front.http.get("/")
         assert "text/html" in page.headers["content-type"]
         data = (await front.http.get("/status.json")).json()
@@ -743,7 +749,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
         assert [each["state"] for each in data["replicas"]] == ["up", "up"]
         assert (data["router"], data["state"]) == ("round-robin", "ready")
         assert data["totals"]["ended"] == {"length": 4}
-        assert data["rates"]["output_tokens"] > 0
+        assert data["totals"]["output_tokens"] > 0
         assert servers[0].url not in json.dumps(data)
         servers[1].kill()
         await front.until("down", 1)

@@ -27,7 +27,7 @@ def test_odd_bodies_get_no_5xx():
 def test_cut_heads_with_upgrade_reach_no_other_client():
     found = asyncio.run(cut_heads(16))
     assert found.complaints == []
-    assert found.statuses == {"alice's own": 16}
+    assert found.statuses == {"closed": 16}
 
 
 def test_answers_without_end_reach_no_other_request():

@@ -21,7 +21,7 @@ def wanted(max_output_tokens: int | None = 20, **more: Any) -> dict[str, Any]:
 
 
 def events_of(content: str) -> list[dict[str, Any]]:
-    lines = [line for line in content.splitlines() if line.startswith("data: ")]
+    lines = [line for line in content.splitlines() if line.startswith("data: {")]
     return [json.loads(line[6:]) for line in lines]
 
 
@@ -50,8 +50,8 @@ async def test_a_stream_that_has_begun_stays_at_its_replica_and_ends_with_an_err
         each.cut_at = 400  # in the midst of an event of text
     answer = await front.http.post(RESPONSES, json=wanted(stream=True))
     events = events_of(answer.text)
-    assert [events[0]["type"], events[-1]["type"]] == ["response.created", "error"]
-    assert events[-1]["error"]["message"] == events[-1]["message"]
+    assert events[0]["type"] == "response.created"
+    assert events[-1]["error"]["code"] == "replicas"
     assert sum(each.served.total() for each in servers) == 1
 
 

@@ -162,8 +162,7 @@ TYPES = ["text/plain", "application/x-www-form-urlencoded", ""]
         ("POST", "/health", {}, 405),
         ("POST", COMPLETIONS, {"json": {"model": "gpt-5", "prompt": "a"}}, 404),
         ("POST", CHAT, {"json": {"model": "gpt-5", "messages": USER}}, 404),
-        ("POST", COMPLETIONS, {"headers": {**JSON, "content-length": "20001"}}, 413),
-        ("GET", "/health", {"headers": [("host", "a"), ("host", "a")]}, 400),
+        ("POST", COMPLETIONS, {"headers": JSON, "content": b" " * 20_001}, 413),
         *[("POST", COMPLETIONS, {"content": b"{}", "headers": {"content-type": one}}, 415)
           for one in TYPES],
     ],

@@ -16,7 +16,7 @@ from toy_server import OPTIONS, HandWorkers, app_of, events, make_driver, text, 
 
 from toolkit.errors import EngineError, InputError
 from toolkit.server.driver import Driver
-from toolkit.server.process import Signals, check_exposure, is_loopback, listen
+from toolkit.server.process import check_exposure, is_loopback, listen
 from toolkit.server.server import Server
 from toolkit.workers.protocol import WorkersFailed
 
@@ -229,20 +229,3 @@ def test_a_server_that_can_load_no_worker_ends_and_says_why():
 
     with pytest.raises(EngineError, match="no worker left"):
         run(test)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_sighup_ends_the_server_only_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
-
-    async def main() -> None:
-        signals = Signals()
-        os.kill(os.getpid(), signal.SIGHUP)  # without a handler it ends the tests
-        await turns()
-        await asyncio.sleep(0)
-        assert signals.first.is_set() == terminal
-        signals.close()
-
-    asyncio.run(main())

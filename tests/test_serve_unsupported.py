@@ -112,4 +112,4 @@ async def test_a_request_for_a_response_gets_one_line_that_names_the_route(
 ) -> None:
     answer = await http.post("/v1/responses", json={"input": "a"})
     message = answer.json()["error"]["message"]
-    assert (answer.status_code, message) == (404, "there is no such route: POST /v1/responses")
+    assert (answer.status_code, message) == (404, "Not Found: POST /v1/responses")

@@ -42,7 +42,7 @@ STEP = StepOutput((0, 1), (65, 66), ((1, "length"),))
 ANSWERED = [
     Ready("{}"),
     PassProgress(-1, 7, (STEP, STEP)),
-    PassDone(-1, 7, PassOutput(3, ended=(1,), dropped=(0,), ran_out=1), "oom", 0.001),
+    PassDone(-1, 7, PassOutput(3, ended=(1,), dropped=(0,), ran_out=1), "oom"),
     Refused("no", "try"),
 ]
 
@@ -119,7 +119,7 @@ def test_the_first_step_is_sent_at_once_and_later_steps_together() -> None:
     for at_s in (100.0, 100.01, 100.02, 100.06, 100.07, 100.08):
         assert running.step(at_s)
     assert running.sent_steps == [1, 3]
-    running.running.end(PassOutput(6), 0.0)
+    running.running.end(PassOutput(6))
     assert running.sent_steps == [1, 3, 2]
 
 
@@ -170,7 +170,7 @@ def test_a_newcomer_s_first_token_is_sent_at_once() -> None:
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
     running.begin(EnginePass(9, pass_id=4))
     running.on_step(StepOutput((7, 8), (5, 6)))
-    running.end(PassOutput(2), 0.0)
+    running.end(PassOutput(2))
     progress, done = channel.sent[-2:]
     assert len(progress.steps) == 2
     assert isinstance(done, PassDone)

@@ -154,7 +154,7 @@ class HandWorkers:
         longest = max(len(tokens) for tokens, _ in results)
         del self.running[worker]
         output = None if failure == "crashed" else PassOutput(longest, ended=tuple(ended))
-        self.on_event(PassDone(worker, pass_id, output, failure, 0.01))
+        self.on_event(PassDone(worker, pass_id, output, failure))
 
     def crash(self, worker: int = 0, *, steps: int = 0) -> None:
         self.finish(worker, steps=steps, failure="crashed")

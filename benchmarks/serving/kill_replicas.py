@@ -9,10 +9,11 @@ Takes about two minutes on two shared cores. Needs nothing but the package.
 (`benchmarks.common.standin`). Their next token is a hash of all tokens before it, so a token that
 was lost, doubled or made from something else changes all that follow. Clients use both APIs, and
 ask for streams and for whole answers; some with stop strings. The replicas give token ids as vLLM
-does, by which answers go on. Some streams have log probabilities, and cannot go on: where such a
-stream breaks off, it must end with an error, and its client asks again. Every fraction of a second
-one replica is killed, hangs, aborts its requests as a server does that shuts down, or answers 500;
-a little later it is well again. The first replica is never disturbed.
+does, by which answers go on. Some streams have log probabilities, or a stop string that is sent,
+and cannot go on: where such a stream breaks off, it must end with an error, and its client asks
+again. Every fraction of a second one replica is killed, hangs, aborts its requests as a server does
+that shuts down, or answers 500; a little later it is well again. The first replica is never
+disturbed.
 
 With `--rolling` the replicas come from a file (`--replica FILE`) and none fails. They are updated
 one at a time, as an operator would: a new replica starts and is listed; once the front uses it, the
@@ -54,6 +55,7 @@ DRAIN_MAX_S = 0.8  # a long answer takes 0.5 s
 POLL_S = 0.05
 LETTERS = "acegikmoqsuwy"  # that answers consist of
 BROKE = "the answer broke off"  # in the error of a stream that cannot go on
+CANNOT_GO_ON = ("logprobs", "include_stop_str_in_output")
 GIVEN_UP = f"the request failed on {MAX_FAILURES} replicas"  # as is documented, and told
 
 
@@ -228,7 +230,7 @@ class Load:
                 problem = await ask(http, body, chat=chat)
             except httpx.HTTPError as error:
                 problem = repr(error)
-            if BROKE in problem and "logprobs" in body:
+            if BROKE in problem and not body.keys().isdisjoint(CANNOT_GO_ON):
                 self.broke += 1
                 self.left.append((body, chat))
             elif GIVEN_UP in problem:

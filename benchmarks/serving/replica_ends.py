@@ -5,8 +5,9 @@
 A front stands before two servers of `benchmarks.common.dialects`. For each dialect and each kind of
 request, the first attempt ends after 0, 1, 2, ... bytes of its body, and another server goes on.
 Text, token ids, finish reason, stop reason, usage, end, one id, one role: all must be those of the
-answer that was not disturbed. Servers without token ids cannot go on behind the first byte: there
-the client gets the beginning of that answer, and one error.
+answer that was not disturbed. Servers without token ids cannot go on behind the first byte, nor can
+an answer with a stop string that is sent, or with an id before its text: there the client gets the
+beginning of that answer, and one error.
 
 With `--direct` there is no front and no socket: the bytes of each attempt go to `MergedAnswer`, and
 what it returns is read as the client's. That takes a third of the CPU time.
@@ -67,6 +68,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 # Sampled answers differ after each switch at a real server, and so are compared only where nothing
 # is generated again: an event of one token.
 SAMPLED_BY = ("vllm", "vllm, CRLF")
+# The client has, or may have, what no other server can go on behind.
+MAY_BREAK = {name for name, fields in REQUESTS.items() if "return_token_ids" in fields}
+MAY_BREAK.add("stop, sent")
 
 
 class Client:
@@ -221,7 +225,8 @@ async def tried(
             cuts[:] = [position]
             answer = await client.ask(fields)
             found.positions += 1
-            if not dialect.ids and is_told(whole, answer):
+            may_break = not dialect.ids or name in MAY_BREAK
+            if may_break and is_told(whole, answer):
                 found.broke_off += 1
             elif answer != whole:
                 found.differences.append(f"{position}: {_difference(whole, answer)}")

@@ -91,9 +91,8 @@ class Serves(Protocol):
     def launch(
         self, plan: Plan, options: ServerOptions, on_ready: Callable[[str], None]
     ) -> Mapping[str, int]:
-        """Serve until a signal ends the server; `on_ready` gets the URL once it answers.
-        `options.manager` gets a beat every few seconds meanwhile. With `options.control_key` the
-        server's settings can be changed while it runs.
+        """Serve until a signal ends the server; `on_ready` gets the URL once it answers. With
+        `options.control_key` the server's settings can be changed while it runs.
 
         Returns the number of ended requests by finish reason. Raises `InputError` for an address or
         a plan that cannot be served, and `EngineError` if the server cannot start or ends by

@@ -228,9 +228,8 @@ def _options(
     """
     from toolkit.backends.openai import KEY_VARIABLE
     from toolkit.server.options import ServerOptions, find_keys, model_name
-    from toolkit.server.process import Manager, is_loopback
+    from toolkit.server.process import is_loopback
 
-    manager = Manager.take()
     serve = plan.recipe.serve
     host = args.host or serve.host
     keys = find_keys(args.api_key, args.api_key_file)
@@ -271,7 +270,6 @@ def _options(
         router=router,
         on_foreign=warn if args.force else None,
         say=note,
-        manager=manager,
     )
 
 
@@ -300,6 +298,7 @@ class Announcement(ExitStack):
     def __call__(self, url: str) -> None:
         """Say that the server at `url` is ready."""
         from toolkit.endpoints.control_keys import kept_key
+        from toolkit.server.process import tell_ready
 
         self._was_ready = True
         options = self._options
@@ -308,7 +307,7 @@ class Announcement(ExitStack):
                 self.enter_context(kept_key(url, options.control_key))
             except OSError as error:
                 note(f"llmctl set will need {CONTROL_KEY_VARIABLE}: {error}")
-        options.manager.tell("READY=1")
+        tell_ready()
         plan = self._plan
         has_page = bool(options.router) or not traits_of(plan.recipe.engine.name).server
         page = f"{url}/" if options.status_page and has_page else None

@@ -97,7 +97,6 @@ def record(args: RecordOptions) -> None:
         replica_key=key,
         request_log=args.out,
         max_body_bytes=RECORDED_BODY_BYTES,
-        passes_all=True,
         block_tokens=args.block_tokens,
         say=note,
     )

@@ -176,13 +176,6 @@ def error_event(error: ApiError) -> bytes:
     return b"data: %b\n\n" % error_body(error)
 
 
-def response_error_event(error: ApiError) -> bytes:
-    """Return the event of an error in a stream of /v1/responses."""
-    about = {"message": error.message, "code": error.code, "param": error.param}
-    fields = {"type": "error", **about, "error": {"type": error.kind, **about}}
-    return b"event: error\ndata: %b\n\n" % _encode(fields)
-
-
 class Model(msgspec.Struct):
     """A model in /v1/models; only OpenAI's `id` is always there. Our front adds its `replicas`."""
 

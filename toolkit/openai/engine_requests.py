@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from toolkit.openai.bodies import Json, invalid_field, parse_json
 from toolkit.openai.errors import ApiError
-from toolkit.openai.requests import StreamOptions, prompts_of
+from toolkit.openai.foreign import Count
+from toolkit.openai.requests import StreamOptions, Token, prompts_of
 
 MAX_PROMPTS = 256
 MAX_TIMEOUT_S = 86_400.0
@@ -81,9 +82,8 @@ NOT_IN_VLLM = {
     *("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
 }
 
-Positive = Annotated[int, Meta(ge=1)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
-StopToken = Annotated[int, Meta(ge=0)]
 
 
 def harmless_values(*, chat: bool) -> dict[str, tuple[object, ...]]:
@@ -111,9 +111,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] = []
-    stop_token_ids: Annotated[list[StopToken], Meta(max_length=64)] = []
+    stop_token_ids: Annotated[list[Token], Meta(max_length=64)] = []
     ignore_eos: bool = False
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Count = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     stream: bool = False
@@ -137,7 +137,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class EngineCompletion(EngineRequest, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | list[Token | str | list[Token]]
 
     @property
     def prompt_count(self) -> int:

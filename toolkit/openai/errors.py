@@ -47,15 +47,12 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
-def overloaded(text: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """Return the error for a request that exceeds what the server can take now."""
-    headers = {"Retry-After": str(retry_after_s)}
+def overloaded(text: str, wait_s: float = RETRY_AFTER_S) -> ApiError:
+    """Return the error for a request that exceeds what the server can take now. It may come again
+    after `wait_s` seconds, in whole ones and within limits.
+    """
+    headers = {"Retry-After": str(math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))}
     return ApiError(text, status=503, code="overloaded", headers=headers)
-
-
-def retry_after_s(wait_s: float) -> int:
-    """Return whole seconds within limits, for the header `Retry-After`."""
-    return math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S))
 
 
 def error_body(error: ApiError) -> bytes:

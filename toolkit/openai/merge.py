@@ -3,15 +3,17 @@ out, without I/O.
 
 Events of the first attempt pass as they came, without the token ids and the usage that only the
 front asked for. Until one of them brings something of the answer they are held back, so that
-another replica can begin anew. Afterwards another replica is asked for the rest, behind the token
-ids that the client has. Its events are written anew, so that the client sees one answer: each
-character, token id, finish reason and usage once.
+another replica can begin anew. Afterwards another replica is asked for the rest, behind the last
+token id that certainly ends no earlier or later than its text. What the client has beyond is
+generated again and compared; an answer that differs ends with an error. Events are written anew, so
+that the client sees one answer: each character, token id, finish reason and usage once.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections import deque
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -23,7 +25,6 @@ from toolkit.openai.answers import (
     Usage,
     error_event,
     read_answer,
-    response_error_event,
 )
 from toolkit.openai.errors import ApiError
 from toolkit.openai.events import (
@@ -42,7 +43,6 @@ SPARE_EVENT_BYTES = 256 << 10  # of an event without log probabilities, beside i
 BYTES_PER_TOKEN = 16  # of an event: as an id, or as escaped text
 SPARE_EVENTS = 1000  # of an attempt, and of tokens, beside those that were asked for
 UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
-MARKS = 4  # that are kept where no stop string can begin in the text
 DIVERGED = "another replica generated another text"
 ENDED_EARLY = "the answer ended early"
 ABORTED = "the server aborted the request"
@@ -55,14 +55,6 @@ _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
 
 class _BadAnswerError(Exception):
     """Why an attempt cannot go on."""
-
-
-class _Mark(NamedTuple):
-    """The ids and the characters of an answer after an event with text."""
-
-    ids: int
-    length: int
-    is_sure: bool  # the event has one id: its text ends where the id ends
 
 
 class MergedAnswer:
@@ -90,16 +82,15 @@ class MergedAnswer:
         self._usage_sent = False
         self._prompt_ids: list[int] | None = None
         self._ids: list[int] | None = []  # of all choices; None: the server gives none
-        self._marks: list[_Mark] = []  # after each event with text
-        self._text: list[str] = []  # of the only choice, in pieces
-        self._length = 0  # of that text
+        self._text = ""  # of the only choice, as the client has it
+        self._at = 0  # where the text of this attempt is: before the end while it repeats
+        # Where an attempt can begin: behind how many ids, and where their text ends. Each is of an
+        # event with text, so these are enough for the characters that a server holds back.
+        self._marks = deque([(0, 0)], maxlen=call.held_back + 1)
         self._has_text_alone = True
         # Of an answer that goes on elsewhere, by ids:
         self._goes_on = False
-        self._divergences = 0
         self._base_tokens = 0  # that this attempt did not bring
-        self._skip_text = ""  # that the client has, and this attempt is to generate again
-        self._skip_ids: list[int] = []  # the same of the ids that the client saw
         self._begin(UNKNOWN_CONTEXT)
 
     def _begin(self, context: int) -> None:
@@ -126,32 +117,24 @@ class MergedAnswer:
     def complete(self) -> bool:
         """The client has every token, and what the stream may lack of its last lines is known."""
         call = self._call
-        if not self.begun or not call.is_read:
-            return False
         is_counted = self._usage_sent or (self.usage or self._usage_by_ids()) is not None
-        if call.wants_usage and not is_counted:
-            return False
-        if len(self._finished) >= call.choices:
-            return True
-        if self._ids is None or call.choices > 1 or call.max_tokens is None:
-            return False
-        return self._kept()[0] >= call.max_tokens
+        return len(self._finished) >= call.choices and (is_counted or not call.wants_usage)
 
     @property
     def goes_on(self) -> bool:
-        """Another replica may take it: the client has nothing yet, or the rest can be asked for.
-
-        A greedy answer may be generated again from some tokens before its end, and compared.
+        """Another replica may take it: the client has nothing yet, or the rest can be asked for by
+        ids. Only a greedy answer may repeat text, and none may repeat ids that the client has.
         """
         if not self.begun:
             return True
-        if self._ids is None or self._prompt_ids is None or self._divergences > 1:
+        if self._ids is None or self._prompt_ids is None:
             return False
         if not (self._has_text_alone and self._call.goes_on_by_ids):
             return False
-        kept, overlap = self._kept()
-        repeats = overlap or (self._call.wants_ids and len(self._ids + self._skip_ids) > kept)
-        return self._call.greedy or not repeats
+        kept, end = self._kept()
+        if self._call.wants_ids and len(self._ids) > kept:
+            return False
+        return self._call.greedy or end == len(self._text)
 
     @property
     def prompt_tokens(self) -> int:
@@ -186,16 +169,11 @@ class MergedAnswer:
             return self._call.first(speaks_ids=speaks_ids)
         assert self._ids is not None
         assert self._prompt_ids is not None
-        kept, overlap = self._kept()
-        text = "".join(self._text) + self._skip_text
-        known = self._ids + self._skip_ids
+        kept, self._at = self._kept()
+        self._marks.clear()
+        self._marks.append((kept, self._at))
         self._goes_on = True
-        self._ids = known[:kept]
-        self._skip_ids = known[kept:] if self._call.wants_ids else []
-        self._length = len(text) - overlap
-        self._text = [text[: self._length]]
-        self._skip_text = text[self._length :]
-        self._marks = [mark for mark in self._marks if mark.ids <= kept]
+        del self._ids[kept:]
         self._base_tokens = kept
         limit = self._call.max_tokens
         if limit is None:
@@ -204,29 +182,14 @@ class MergedAnswer:
         return self._call.rest(self._prompt_ids + self._ids, kept, limit)
 
     def _kept(self) -> tuple[int, int]:
-        """Return behind how many ids another replica goes on, and how many characters the client
-        has beyond them. Tokens without text yet are generated again.
+        """Return behind how many ids another replica goes on, and where their text ends.
 
-        With stop strings a server holds back characters: the client has only a part of the last
-        tokens' text, with which the next attempt begins. The same where a stop string is part of
-        the answer, and may have begun in the last characters.
-
-        Several ids of one event may end inside a character, which would be lost there. So a greedy
-        answer goes on before such an event: its text is generated again and compared. If it
-        differs, all of the answer is.
+        Tokens without text yet are generated again. With stop strings a server holds back
+        characters, so the text of its last ids ends behind what the client has. Several ids of one
+        event may end inside a character, which would be lost there: a greedy answer goes on before
+        such an event.
         """
-        length = self._length + len(self._skip_text)
-        if self._divergences:
-            return 0, length
-        compared = False
-        for mark in reversed(self._marks):
-            overlap = length - mark.length - self._call.held_back
-            if overlap < self._call.reread or (compared and overlap <= 0):
-                continue
-            if mark.is_sure or not self._call.greedy or compared:
-                return mark.ids, overlap
-            compared = True
-        return 0, length
+        return next(mark for mark in reversed(self._marks) if mark[1] <= len(self._text))
 
     def feed(self, piece: bytes) -> bytes:
         """Take a piece of the body, and return what the client gets now. Sets `failure` if the
@@ -269,7 +232,7 @@ class MergedAnswer:
         if data == b"[DONE]":
             if not self._finished:
                 raise _BadAnswerError(ENDED_EARLY)
-            return self._last_lines()
+            return self.finish()
         try:
             data.decode()  # also where nothing here reads it
             read = read_answer(data)
@@ -320,34 +283,27 @@ class MergedAnswer:
     def _rest_of(self, read: Answer, usage: Usage | None) -> bytes:
         """Return what the client lacks of an event of a later attempt, as an event of this answer.
 
-        Raises _BadAnswerError if the texts differ. New ids before all the repeated text has come
-        count as a difference, too: the server began inside a character.
+        Raises _BadAnswerError if the texts differ.
         """
         if not read.choices:
             return b""
         choice = read.choices[0]
         text = choice.new_text
-        ids = choice.token_ids or []
-        same = min(len(self._skip_text), len(text))
-        same_ids = min(len(self._skip_ids), len(ids))
-        left = self._skip_text[same:]
-        left_ids = self._skip_ids[same_ids:]
-        is_ahead = len(self._ids or ()) + len(ids) > self.tokens
-        if (
-            text[:same] != self._skip_text[:same]
-            or ids[:same_ids] != self._skip_ids[:same_ids]
-            or (left and is_ahead)
-            or ((left or left_ids) and choice.finish_reason)
-        ):
-            self._divergences += 1
+        known = self._text[self._at : self._at + len(text)]
+        new = text[len(known) :]
+        lacks = self._at + len(text) < len(self._text)
+        if not text.startswith(known) or (lacks and choice.finish_reason):
+            self._ids = None  # they are not the ids of what the client has
             raise _BadAnswerError(DIVERGED)
-        self._skip_text = left
-        self._skip_ids = left_ids
         self._count_choice(choice)
-        new_ids = ids[same_ids:] if self._call.wants_ids else []
-        if not (text[same:] or new_ids or choice.finish_reason):
+        if not (new or choice.finish_reason or self._call.wants_ids):
             return b""
-        return self._made(choice, text[same:], new_ids, usage)
+        more: dict[str, Any] = {}
+        if choice.stop_reason is not None:
+            more["stop_reason"] = choice.stop_reason
+        if self._call.wants_ids:
+            more["token_ids"] = choice.token_ids or []
+        return self._writer.event(choice.index, new, choice.finish_reason, usage, more)
 
     def _count_choice(self, choice: AnswerChoice) -> bool:
         """Count what an event brought of a choice. Return whether it brought anything."""
@@ -366,13 +322,11 @@ class MergedAnswer:
         self.tokens += came
         if self.tokens > self._most_tokens:
             raise _BadAnswerError("it brings more tokens than were asked for")
-        if text and self._call.choices == 1:
-            self._text.append(text)
-            self._length += len(text)
-            if self._ids is not None:
-                if not self._call.held_back and not self._call.reread:
-                    del self._marks[:-MARKS]
-                self._marks.append(_Mark(len(self._ids), self._length, len(ids or ()) == 1))
+        if text and self._ids is not None and self._call.choices == 1:
+            self._text += text[len(self._text) - self._at :]
+            self._at += len(text)
+            if len(ids or ()) == 1 or not self._call.greedy:
+                self._marks.append((len(self._ids), self._at + self._call.held_back))
         if choice.finish_reason:
             self._finished.add(choice.index)
             self.finish_reason = choice.finish_reason
@@ -430,20 +384,12 @@ class MergedAnswer:
             self.failure = self.failure or ENDED_EARLY
         return b""
 
-    def finish(self) -> bytes:
-        """Return the last lines of an answer that is `complete`."""
-        made = b""
-        if not self._finished:
-            self.finish_reason = "length"
-            made = self._made(AnswerChoice(finish_reason="length"), "", [], None)
-        return made + self._last_lines()
-
     def error(self, error: ApiError) -> bytes:
         """Return the last lines of an answer that breaks off."""
-        return error_event(error) + DONE if self._call.is_read else response_error_event(error)
+        return error_event(error) + DONE
 
-    def _last_lines(self) -> bytes:
-        """Return the usage, if it is wanted, known and not sent yet, and the end."""
+    def finish(self) -> bytes:
+        """Return the last lines: the usage, if it is wanted, known and not sent, and the end."""
         self.ended = True
         self.usage = self.usage or self._usage_by_ids()
         if not self._call.wants_usage or self._usage_sent or self.usage is None:
@@ -455,15 +401,4 @@ class MergedAnswer:
         """Count the ids of the only prompt and of all tokens; None if they are not known."""
         if self._ids is None or self._prompt_ids is None or len(self._call.prompts) > 1:
             return None
-        if self._skip_text or self._skip_ids:
-            return None
         return Usage(len(self._prompt_ids), len(self._ids))
-
-    def _made(self, read: AnswerChoice, text: str, ids: list[int], usage: Usage | None) -> bytes:
-        """Return an event of this answer, with the end of the choice that was read."""
-        more: dict[str, Any] = {}
-        if read.stop_reason is not None:
-            more["stop_reason"] = read.stop_reason
-        if self._call.wants_ids:
-            more["token_ids"] = ids
-        return self._writer.event(read.index, text, read.finish_reason, usage, more)

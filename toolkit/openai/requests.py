@@ -5,7 +5,8 @@ refused, because a replica might understand what the front's limits did not. All
 as they are. It makes the body of the first attempt, and the body that asks another replica for the
 rest of an answer by token ids: the prompt's and the client's. That is exact for greedy requests. It
 needs a server that gives and takes token ids (vLLM), one choice, no state beside the tokens (tools,
-grammars, log probabilities), and of chats only fields that are known: others would be lost.
+grammars, log probabilities, a stop string that is sent and may have begun), and of chats only
+fields that are known: others would be lost.
 
 A request to another path, such as /v1/responses, passes unchanged. Its answer is not read, so
 another replica can take it only before the first event.
@@ -33,13 +34,13 @@ STATEFUL = (
     "guided_regex", "guided_choice", "guided_grammar", "logprobs", "top_logprobs",
     "prompt_logprobs", "logprob_token_ids", "echo", "suffix", "use_beam_search", "best_of",
     "prompt_embeds", "truncate_prompt_tokens", "continue_final_message", "include_reasoning",
-    "thinking_token_budget", "repetition_detection",
+    "thinking_token_budget", "repetition_detection", "include_stop_str_in_output",
 )  # fmt: skip
 LARGE = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo")
 # Fields of a chat that /v1/completions has, too; those from `cache_salt` on change no token.
 SHARED = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-    "include_stop_str_in_output", "stop_token_ids", "ignore_eos", "repetition_penalty",
+    "stop_token_ids", "ignore_eos", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "logit_bias", "skip_special_tokens",
     "spaces_between_special_tokens", "bad_words", "allowed_token_ids", "priority", "vllm_xargs",
     "cache_salt", "user", "metadata", "store", "service_tier", "safety_identifier",
@@ -97,7 +98,6 @@ class RequestFields(CommonFields):
     best_of: Choices | None = None
     temperature: float | None = None
     stop: str | list[str] | None = None
-    include_stop_str_in_output: bool | None = None
     prompt: str | list[Token | str | list[Token]] | None = None
     prompt_embeds: str | list[str] | None = None
 
@@ -137,8 +137,6 @@ class GenerationCall:
         max_tokens: of a choice; None: the server's default.
         has_large_events: an event may have the log probabilities of a whole prompt.
         held_back: characters that a server keeps until it knows that no stop string begins there.
-        reread: characters to generate again where an answer goes on, since a stop string may begin
-            in them.
     """
 
     def __init__(self, path: str, body: bytes, session: str = "") -> None:
@@ -148,7 +146,7 @@ class GenerationCall:
         self.fields = read_object(body)
         self.choices = self.rows = 1
         self.wants_usage = self.wants_ids = self.greedy = self.has_large_events = False
-        self.held_back = self.reread = 0
+        self.held_back = 0
         self._min_tokens = 0
         asked = self._read(body) if self.is_read else self._read_response(body)
         self.stream = bool(asked.stream)
@@ -169,9 +167,7 @@ class GenerationCall:
         self._min_tokens = asked.min_tokens or 0
         self.has_large_events = any(self._has(name) for name in LARGE)
         stops = [asked.stop or ""] if isinstance(asked.stop, str | None) else asked.stop
-        begun = max([0, *(len(stop) - 1 for stop in stops)])  # most of a stop string
-        sends_stops = bool(asked.include_stop_str_in_output)
-        self.held_back, self.reread = (0, begun) if sends_stops else (begun, 0)
+        self.held_back = max([0, *(len(stop) - 1 for stop in stops)])  # most of a stop string
         return asked
 
     def _read_response(self, body: bytes) -> ResponseFields:
@@ -222,7 +218,7 @@ class GenerationCall:
         names = SHARED if self.chat else self.fields.keys()
         fields: dict[str, Any] = {name: self.fields[name] for name in names if name in self.fields}
         fields["prompt"] = ids
-        fields["max_tokens"] = None if limit is None else max(limit - done, 1)
+        fields["max_tokens"] = None if limit is None else limit - done
         if self._min_tokens:
             fields["min_tokens"] = max(self._min_tokens - done, 0)
         return COMPLETIONS, msgspec.json.encode({**fields, **self._added(speaks_ids=True)})

@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 import toolkit
 from toolkit.openai.errors import ApiError, error_body
 from toolkit.server.access import UNKEYED, Keys, check_key, check_local_host, digests_of
-from toolkit.server.backend import ServerBackend, unknown_model
+from toolkit.server.backend import ServerBackend
 from toolkit.server.background import Work
 from toolkit.server.metrics import families_of_requests
 from toolkit.server.options import ServerOptions
@@ -34,7 +34,6 @@ from toolkit.server.process import is_loopback
 from toolkit.server.status import DATA, PAGE, StatusPage
 from toolkit.server.watched import follow
 
-Answers = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = ("/health", "/ready")  # without a key
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -46,7 +45,6 @@ class Application:
     Attributes:
         leaving: the end is announced: load balancers should stop sending, though requests still
             run.
-        page: the status page; None: there is none.
         tasks: what runs beside the requests, by name.
     """
 
@@ -59,7 +57,6 @@ class Application:
         self._created = int(time.time())
         self._local_paths: set[str] = set()
         self._has_local_hosts = is_loopback(options.host) and not options.asks_key
-        self.page: StatusPage | None = None
         self.tasks: dict[str, Work] = {
             "keys": lambda: follow(options.keys, self.renew_keys, options.say),
             **backend.tasks,
@@ -74,18 +71,16 @@ class Application:
             },
         )
         self.add("/v1/models", self.models)
-        self.add("/v1/models/{name:path}", self.model)
         self.add("/health", self.health)
         self.add("/ready", self.ready)
         self.add("/version", self.version)
         self.add("/metrics", self.metrics)
         self.backend.add_routes(self)
         if self.options.status_page and self.backend.facts is not None:
-            self.page = StatusPage(self.backend, self.backend.facts, lambda: self.state)
+            page = StatusPage(self, self.backend.facts)
             self._local_paths |= {PAGE, DATA}
-            self.add(PAGE, self.page.page)
-            self.add(DATA, self.page.data)
-            self.tasks["status page"] = self.page.sampling
+            self.add(PAGE, page.page)
+            self.add(DATA, page.data)
 
     def renew_keys(self, keys: Keys) -> str:
         """Accept these keys from now on. Accepted requests are answered to their end."""
@@ -98,13 +93,10 @@ class Application:
 
     def generates(self, path: str) -> None:
         """Add a route for tokens, which the backend answers."""
-        self.written(path, self.backend.generate, "POST")
-
-    def written(self, path: str, write: Answers, *methods: str) -> None:
-        """Add a route that `write` answers by itself."""
         # Starlette takes a function for one that returns a response, and any other callable for an
         # ASGI application.
-        self._routes.router.routes.append(Route(path, cast(Any, write).__call__, methods=methods))
+        answer = cast(Any, self.backend.generate).__call__
+        self._routes.router.routes.append(Route(path, answer, methods=["POST"]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, with a request id, if its key and its Host may pass.
@@ -128,10 +120,6 @@ class Application:
             await send(message)
 
         try:
-            hosts = len(headers.getlist("host"))
-            if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):
-                text = f"the request has {hosts} Host headers; HTTP/1.1 requires one"
-                raise ApiError(text, headers={"Connection": "close"})
             self._check_access(scope["path"], headers)
             await self._routes(scope, receive, send_answer)
         except ApiError as refusal:
@@ -153,12 +141,10 @@ class Application:
         return "leaving" if self.leaving else self.backend.state
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
-
-    async def model(self, name: str) -> Response:
-        if name != self.backend.model:
-            raise unknown_model(name)
-        return JSONResponse(self._model())
+        backend = self.backend
+        about = {"id": backend.model, "object": "model", "created": self._created}
+        model = {**about, "owned_by": "llmctl", **backend.about_model()}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self) -> Response:
         """200 while the event loop runs. What is behind it counts in /ready alone."""
@@ -181,10 +167,6 @@ class Application:
         yield from self.backend.families()
         yield from families_of_requests(self.stats, self.backend.labels)
 
-    def _model(self) -> dict[str, object]:
-        about = {"id": self.backend.model, "object": "model", "created": self._created}
-        return {**about, "owned_by": "llmctl", **self.backend.about_model()}
-
 
 def error_response(error: ApiError) -> Response:
     return Response(error_body(error), error.status, error.headers, "application/json")
@@ -198,9 +180,7 @@ async def on_api_error(_: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Errors of the router: no such route, or not with this method."""
     assert isinstance(error, HTTPException)
-    reasons = {404: "there is no such route", 405: "this route does not take this method"}
-    reason = reasons.get(error.status_code, error.detail)
-    text = f"{reason}: {request.method} {request.url.path[:80]}"
+    text = f"{error.detail}: {request.method} {request.url.path[:80]}"
     return error_response(ApiError(text, status=error.status_code, headers=error.headers))
 
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded, retry_after_s
+from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
 from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.routing.admission import PredictedLatency
 from toolkit.server.background import Background, Work, while_connected
@@ -174,7 +174,8 @@ class ServerBackend(ABC):
     def admit(self, model: str | None, choices: int = 1) -> None:
         """Raise `ApiError` for a request for another model, or beyond the queue."""
         if model is not None and self.model and model != self.model:
-            raise unknown_model(model)
+            text = f"there is no model {model[:80]!r} here; GET /v1/models lists the models"
+            raise ApiError(text, status=404, param="model", code="model_not_found")
         self.check_room(choices)
 
     def check_open(self) -> None:
@@ -201,11 +202,8 @@ def check_json(headers: Headers) -> None:
 
 async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
     """Return the body; `hold` gets the size of each piece. Raises `ApiError` as soon as it exceeds
-    `max_bytes`, whatever length it states, and for one that takes too long.
+    `max_bytes`, and for one that takes too long.
     """
-    stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated[:20]) > max_bytes:
-        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -213,18 +211,14 @@ async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None
                 hold(len(piece))
                 body += piece
                 if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
+                    text = f"the body is larger than {max_bytes} bytes"
+                    raise ApiError(text, status=413)
     except TimeoutError:
         text = f"the body did not come within {BODY_S:g} s"
         raise ApiError(text, status=408, headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise ApiError("the body ended early") from None
     return bytes(body)
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    text = f"the body is larger than {max_bytes} bytes"
-    return ApiError(text, status=413)
 
 
 def late(predicted: PredictedLatency, wait_s: float) -> ApiError:
@@ -235,12 +229,7 @@ def late(predicted: PredictedLatency, wait_s: float) -> ApiError:
         "too many requests wait: the first token would come in "
         f"{predicted.ttft_s:.1f} s, the last in {predicted.e2e_s:.1f} s"
     )
-    return overloaded(text, retry_after_s(wait_s))
-
-
-def unknown_model(name: str) -> ApiError:
-    text = f"there is no model {name[:80]!r} here; GET /v1/models lists the models"
-    return ApiError(text, status=404, param="model", code="model_not_found")
+    return overloaded(text, wait_s)
 
 
 def unavailable(state: str, headers: Mapping[str, str]) -> ApiError:

@@ -18,8 +18,7 @@ from starlette.types import Receive
 
 from toolkit.openai.foreign import plain
 
-PAUSE_S = 0.5
-PAUSE_MAX_S = 30.0  # before a task that failed is started again
+PAUSE_S = 1.0  # before a task that failed is started again
 Work = Callable[[], Coroutine[Any, Any, object]]
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +50,6 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, name: str, work: Work) -> None:
-        pause_s = PAUSE_S
         while True:
             try:
                 await work()
@@ -61,8 +59,7 @@ class Background:
                 text = "%s failed and starts again: %s: %s"
                 _logger.warning(text, name, type(error).__name__, plain(str(error)))
                 _logger.debug("background task %s", name, exc_info=error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            await asyncio.sleep(PAUSE_S)
 
 
 async def first_of(*waits: Awaitable[object]) -> None:

@@ -231,10 +231,7 @@ class Driver:
             batch, result, now_s, self.scheduler.workers[worker]
         )
         self.forecast.ran(took_s, expected_s)
-        if rows.follows and event.failure != "crashed":
-            self.stats.hop.observe(event.gap_s)
-        with self._timing_scheduler():
-            self.scheduler.complete(result, now_s)
+        self.scheduler.complete(result, now_s)
         if event.failure == "crashed":
             self._tick_later()  # the event that reports the worker's loss comes next
             return
@@ -242,7 +239,7 @@ class Driver:
         if self._next_tick:
             self._next_tick.cancel()
         if self.state != "stopped":
-            self._tick(worker)
+            self._tick()
 
     # Decisions of the scheduler
 
@@ -251,15 +248,13 @@ class Driver:
         if self._next_tick is None and self.state != "stopped":
             self._next_tick = asyncio.get_running_loop().call_soon(self._tick)
 
-    def _tick(self, freed: int | None = None) -> None:
-        """Do what the scheduler decides now. `freed`: the worker that has just ended a pass."""
+    def _tick(self) -> None:
+        """Do what the scheduler decides now."""
         with self._stop_on_bug():
             self._next_tick = None
             now_s = self.now_s
-            with self._timing_scheduler():
-                batches = self.scheduler.tick(now_s)
-            for batch in batches:
-                self._launch(batch, now_s, follows=batch.worker == freed)
+            for batch in self.scheduler.tick(now_s):
+                self._launch(batch, now_s)
             for worker in self.scheduler.take_interrupts():
                 running = self.rows[worker].batch
                 assert running is not None
@@ -275,7 +270,7 @@ class Driver:
                 delay_s = max(wake_at_s - now_s, 0.0) + TIMER_SLACK_S
                 self._wake = asyncio.get_running_loop().call_later(delay_s, self._tick_later)
 
-    def _launch(self, batch: Pass, now_s: float, *, follows: bool) -> None:
+    def _launch(self, batch: Pass, now_s: float) -> None:
         """Send a pass to its worker."""
         moves = batch.moves or NO_MOVES
         self.stats.preemptions += len(moves.pause) + len(moves.swap_out)
@@ -286,14 +281,8 @@ class Driver:
             if math.isnan(active.started_s):
                 active.started_s = now_s
                 self.stats.latencies["queue"].observe(now_s - active.times.arrival_s)
-        plan = self.rows[batch.worker].begin(batch, entering, follows=follows)
+        plan = self.rows[batch.worker].begin(batch, entering)
         self._workers.run(batch.worker, plan, batch.estimated_s)
-
-    @contextmanager
-    def _timing_scheduler(self) -> Iterator[None]:
-        start_s = time.perf_counter()
-        yield
-        self.stats.deciding.observe(time.perf_counter() - start_s)
 
     @contextmanager
     def _stop_on_bug(self) -> Iterator[None]:
@@ -331,13 +320,11 @@ class WorkerRows:
 
     Attributes:
         batch: the pass that runs now; None: the worker is idle.
-        follows: whether it was sent as soon as the last one had ended.
         numbers: by request id.
     """
 
     def __init__(self) -> None:
         self.batch: Pass | None = None
-        self.follows = False
         self.numbers: dict[str, int] = {}
         self._requests: dict[int, LiveRequest] = {}  # by row number
         self._next_number = 0
@@ -347,12 +334,9 @@ class WorkerRows:
         self._ended: list[int] = []  # rows that ended in this pass
         self._steps = 0  # decode steps over all passes, by which possible stops count
 
-    def begin(
-        self, batch: Pass, entering: Sequence[LiveRequest], *, follows: bool = False
-    ) -> EnginePass:
+    def begin(self, batch: Pass, entering: Sequence[LiveRequest]) -> EnginePass:
         """The pass for the engine; `entering` are the active requests of its jobs."""
         self.batch = batch
-        self.follows = follows
         evicted = (*self._forget(batch.evict), *self._forget(batch.release))
         entered = tuple(range(self._next_number, self._next_number + len(entering)))
         self._next_number += len(entering)

@@ -217,7 +217,7 @@ class EngineBackend(ServerBackend):
         if tokens and not (min(tokens) >= 0 and max(tokens) < size):
             token = next(token for token in tokens if not 0 <= token < size)
             raise ApiError(
-                f"'{param}' holds token {short(token)}; tokens here are 0 to {size - 1}",
+                f"'{param}' holds token {token}; tokens here are 0 to {size - 1}",
                 param=param,
             )
 
@@ -273,22 +273,17 @@ class EngineBackend(ServerBackend):
         room = max_model_len - prompt_tokens
         if prompt_tokens < 1:
             raise ApiError("the prompt has no tokens", param="prompt")
-        if room < 1:
-            limit = f"the limit of prompt + output is {max_model_len}"
-            text = f"the prompt has {prompt_tokens} tokens; {limit}"
-            raise ApiError(text, param="prompt", code="context_length_exceeded")
-        if wanted is None:
-            return min(default, longest, room)
-        if wanted > longest:
-            text = f"max_tokens is {short(wanted)}; the limit is {longest}"
+        if wanted is not None and wanted > longest:
+            text = f"max_tokens is {wanted}; the limit is {longest}"
             raise ApiError(text, param="max_tokens")
-        if wanted > room:
+        if room < (wanted or 1):
             text = (
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, together "
-                f"{prompt_tokens + wanted}; the limit is {max_model_len}"
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted or 1}, together "
+                f"{prompt_tokens + (wanted or 1)}; the limit is {max_model_len}"
             )
-            raise ApiError(text, param="max_tokens", code="context_length_exceeded")
-        return wanted
+            param = "prompt" if room < 1 else "max_tokens"
+            raise ApiError(text, param=param, code="context_length_exceeded")
+        return wanted or min(default, longest, room)
 
     def _sampling(self, asked: EngineRequest, limit: int) -> SamplingParams:
         """The request's sampling parameters, with OpenAI's defaults.
@@ -298,7 +293,7 @@ class EngineBackend(ServerBackend):
         """
         self._check_tokens(asked.stop_token_ids, "stop_token_ids")
         if asked.min_tokens > limit:
-            text = f"min_tokens is {short(asked.min_tokens)}; max_tokens is {limit}"
+            text = f"min_tokens is {asked.min_tokens}; max_tokens is {limit}"
             raise ApiError(text, param="min_tokens")
         drawn = asked.seed is None and asked.temperature
         seed = random.getrandbits(62) if drawn else asked.seed or 0
@@ -320,11 +315,6 @@ class EngineBackend(ServerBackend):
             at = self.log.timestamp(self.driver.start_s + active.times.arrival_s)
             tokens = len(active.prompt), len(active.tokens), active.max_new_tokens
             self.log.add(active.times.line(at, tokens, active.status, active.priority))
-
-
-def short(number: int) -> str:
-    """A number for a message. A number in JSON may have thousands of digits."""
-    return str(number) if abs(number) < 10**20 else "too large a number"
 
 
 @contextmanager

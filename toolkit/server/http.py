@@ -13,14 +13,17 @@ import resource
 from typing import Any, cast
 
 import httptools
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from toolkit.openai.errors import ApiError, error_body
 
 CONNECTIONS = 4096  # at once; with more, requests get 503
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 HEAD_BYTES = 1 << 16  # of the request line and all headers
+NOT_HTTP = (
+    f"the request is not valid HTTP/1.1, its head exceeds {HEAD_BYTES} bytes, or it asks for an "
+    "upgrade to another protocol: set your client to HTTP/1.1"
+)
 REFUSED = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n"
@@ -42,64 +45,36 @@ def possible_connections(descriptors_each: int) -> int:
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection, with bounds of a head. uvicorn's own timer runs from the connection on
     until a head is there, and between requests.
+
+    Nothing but HTTP/1.1 is spoken. A wish to upgrade is refused: the parser would take the body for
+    the next request.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._in_head = False
         self._received = 0  # bytes since the packet in which the request began
-        self._running: RequestResponseCycle | None = None  # the last that the application got
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the application that the client is gone. uvicorn tells the last request alone, which
-        may wait behind the one that runs.
-        """
-        self.pipeline.clear()
-        if self._running is not None:
-            self._running.disconnected = True
-            self._running.message_event.set()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self.cycle = self._running = None  # type: ignore[assignment]
+        self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         self._received += len(data)
         try:
-            self._parse(memoryview(data))
+            self.parser.feed_data(data)
         except httptools.HttpParserError:
             self._refuse()
             return
         if self._in_head and self._received > HEAD_BYTES:
             self._refuse()
-
-    def _parse(self, data: memoryview) -> None:
-        """Feed the parser. Raises its errors.
-
-        Nothing but HTTP/1.1 is spoken, so `Upgrade` has no effect (RFC 9110, 7.8; Java's client
-        sends it with its first request). Behind a head with it the parser would read the body as
-        the next request. So another parser gets this head without it, and then the body.
-        """
-        while data:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as behind:
-                data = data[behind.args[0] :]
-            before = self.parser
-            if before.get_method() == b"CONNECT":
-                raise httptools.HttpParserInvalidMethodError
-            first = b"%b %b HTTP/%b" % (
-                *(before.get_method(), self.url, before.get_http_version().encode()),
-            )
-            lines = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(b"\r\n".join([first, *lines, b"", b""]))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -112,22 +87,12 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return  # the head comes again, to another parser
         size = sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size + len(self.url) > HEAD_BYTES:
+        if size + len(self.url) > HEAD_BYTES or self.parser.should_upgrade():
             raise httptools.HttpParserError
         self._in_head = False
         self._unset_keepalive_if_required()
         super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        if not self._in_head:
-            super().on_message_complete()
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
 
     def _await_head(self) -> None:
         """Close the connection if no whole head comes in time."""
@@ -138,14 +103,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         """Close, with an answer where it is no part of another one, which has begun or is due."""
-        running = self._running
-        is_its_body = running is self.cycle and not self._in_head
+        last = self.cycle
+        reads_body = last is not None and last.more_body and not self.pipeline
         if (
-            running is None
-            or running.response_complete
-            or (is_its_body and running.more_body and not running.response_started)
+            last is None
+            or last.response_complete
+            or (reads_body and not self._in_head and not last.response_started)
         ):
-            text = f"the request is not valid HTTP/1.1, or its head exceeds {HEAD_BYTES} bytes"
-            body = error_body(ApiError(text))
+            body = error_body(ApiError(NOT_HTTP))
             self.transport.write(REFUSED % len(body) + body)
         self.transport.close()

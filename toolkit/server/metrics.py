@@ -127,12 +127,20 @@ def engine_families(driver: Driver, labels: Labels) -> Iterator[Metric]:
     ):
         yield family_of(kind, f"llmctl_{name}", text, labels, value)
     # Of workers. The quotient of the counters is actual over predicted batch time.
-    share = "Share of a worker's KV cache that its batches may fill."
-    load = "Estimated seconds of work given to a worker (SCLS Eq. 11)."
     for kind, name, text, values in (
-        (Gauge, "load_seconds", load, [worker.load_s for worker in workers]),
+        (
+            Gauge,
+            "load_seconds",
+            "Estimated seconds of work given to a worker (SCLS Eq. 11).",
+            [worker.load_s for worker in workers],
+        ),
         (Gauge, "requests_running", "Requests in a worker.", [worker.rows for worker in workers]),
-        (Gauge, "kv_cache_usage_ratio", share, [worker.kv_usage for worker in workers]),
+        (
+            Gauge,
+            "kv_cache_usage_ratio",
+            "Share of a worker's KV cache that its batches may fill.",
+            [worker.kv_usage for worker in workers],
+        ),
         (Counter, "batch_seconds", "As llmctl_batch_seconds_total.", stats.batch_s),
         (
             Counter,
@@ -143,13 +151,13 @@ def engine_families(driver: Driver, labels: Labels) -> Iterator[Metric]:
     ):
         each = {str(index): values[index] for index in range(len(workers))}
         yield family_of(kind, f"llmctl_worker_{name}", text, labels, each, "worker")
-    hop = "From the end of a worker's batch to the start of the next, if one was ready."
-    ratio = "Actual over predicted batch time, for the steps that ran."
     for name, text, histogram in (
         ("queue_seconds", "Arrival to the start of the first batch.", stats.latencies["queue"]),
-        ("deciding_seconds", "Time of one call of the scheduler.", stats.deciding),
-        ("hop_seconds", hop, stats.hop),
-        ("batch_time_ratio", ratio, stats.batch_ratio),
+        (
+            "batch_time_ratio",
+            "Actual over predicted batch time, for the steps that ran.",
+            stats.batch_ratio,
+        ),
     ):
         yield histogram_of(f"llmctl_{name}", text, labels, histogram)
 

@@ -14,7 +14,6 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.server.access import Keys, read_keys
-from toolkit.server.process import Manager
 from toolkit.server.watched import Watched, watched_file
 
 MAX_BODY_BYTES = 8 << 20
@@ -74,11 +73,9 @@ class ServerOptions:
         replicas: the URLs of those that run already; None: what is served is started.
         replica_key: is sent to these; '': none.
         router: of replicas; '': there are none.
-        passes_all: paths that a front does not know pass to a replica as they are.
         block_tokens: of the blocks by which what prompts share is logged; 0: it is not.
         on_foreign: is called if the engine is not the fitted one; None: it is refused.
         say: prints what an operator should read.
-        manager: gets reports of health.
     """
 
     model: str = ""
@@ -107,11 +104,9 @@ class ServerOptions:
     replicas: Watched[list[str]] | None = None
     replica_key: str = ""
     router: str = ""
-    passes_all: bool = False
     block_tokens: int = BLOCK_TOKENS
     on_foreign: OnForeign | None = None
     say: Callable[[str], None] = field(default=lambda _: None, compare=False)
-    manager: Manager = field(default_factory=Manager)
 
     @property
     def api_key(self) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -28,9 +28,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
-from toolkit.endpoints.upstream import UpstreamError
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
@@ -45,8 +43,7 @@ from toolkit.routing.simple import RoundRobinRouter
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import ROWS, TOKENS
-from toolkit.server.backend import Answer, ServerBackend, read_body
-from toolkit.server.background import while_connected
+from toolkit.server.backend import Answer, ServerBackend
 from toolkit.server.http import possible_connections
 from toolkit.server.live import SHUTTING_DOWN
 from toolkit.server.log import EventLog
@@ -54,7 +51,7 @@ from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
 from toolkit.server.own_replicas import OwnReplicas, StartServer
 from toolkit.server.prompt_blocks import PromptGauge
-from toolkit.server.relay import NO_REPLICA, RETRY_BURST, RelayedRequest
+from toolkit.server.relay import NO_REPLICA, RelayedRequest
 from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.server.stats import Stats
 from toolkit.server.status import facts_of
@@ -66,7 +63,6 @@ if TYPE_CHECKING:
 
 FIRST_PROBES_S = 5.0  # it can serve after this long even if no replica is up
 SILENCE_S = 600.0  # of a server that is recorded, after which a request is given up
-METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 
 
 class PoolBackend(ServerBackend):
@@ -77,7 +73,6 @@ class PoolBackend(ServerBackend):
             pool is filled by other code.
 
     Attributes:
-        retries_left: how often answers of 500 and above may be asked for again.
         continued: answers that went on at another replica.
         stopped: what still runs ends with an error.
     """
@@ -97,7 +92,6 @@ class PoolBackend(ServerBackend):
         self.pool = pool
         self.balancer = pool.balancer
         self.gauge = PromptGauge(options.block_tokens or BLOCK_TOKENS)
-        self.retries_left = RETRY_BURST
         self.continued = 0
         self.stopped = False
         self.numbers = count(1)  # of the requests
@@ -134,8 +128,6 @@ class PoolBackend(ServerBackend):
         application.generates(RESPONSES)
         application.add("/replicas", self._show_replicas)
         application.add("/replicas/{number}/metrics", self._replica_metrics)
-        if self.options.passes_all:
-            application.written("/{rest:path}", self.pass_on, *METHODS)
 
     async def start(self) -> None:
         """Start the replicas, and wait for all; or follow the list of those that run already, and
@@ -176,33 +168,6 @@ class PoolBackend(ServerBackend):
         relayed.admit()
         return relayed.answer
 
-    async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request of another path to a replica, and its answer back, as they are."""
-        self.check_open()
-        with self.running_request() as hold:
-            body = await read_body(Request(scope, receive), self.options.max_body_bytes, hold)
-            await while_connected(receive, self._passed(scope, body, send))
-
-    async def _passed(self, scope: Scope, body: bytes, send: Send) -> None:
-        query = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
-        given = [pair for pair in scope["headers"] if pair[0] != b"authorization"]
-        headers = [*given, *self.pool.headers]
-        upstream = self.pool.up[0].upstream
-        try:
-            answer = await upstream.send(scope["method"], target, headers, body)
-        except UpstreamError as error:
-            text = f"the server behind this one: {error}"
-            raise ApiError(text, status=502, code="upstream") from None
-        # Where the answer breaks off, the server closes the connection of an incomplete one.
-        async with aclosing(answer):
-            status, headers = answer.status, answer.headers
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            with suppress(UpstreamError):
-                async for piece in answer.body():
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-
     def check_open(self) -> None:
         super().check_open()
         if not self.pool.up:
@@ -240,15 +205,27 @@ class PoolBackend(ServerBackend):
 
     def families(self) -> Iterator[Metric]:
         labels = self.labels
-        beyond = "Requests beyond the rows that replicas run at once."
-        came = "Requests that have come, also those that still run."
-        lost = "Replicas that were up and failed, each time."
         for kind, name, text, value in (
             (Gauge, "requests_running", "Requests that have not ended.", self.left),
-            (Gauge, "requests_waiting", beyond, self.waiting),
+            (
+                Gauge,
+                "requests_waiting",
+                "Requests beyond the rows that replicas run at once.",
+                self.waiting,
+            ),
             (Gauge, "replicas_up", "Replicas that may be sent requests.", len(self.pool.up)),
-            (Counter, "requests_arrived", came, self.stats.arrived),
-            (Counter, "replica_losses", lost, self.pool.losses),
+            (
+                Counter,
+                "requests_arrived",
+                "Requests that have come, also those that still run.",
+                self.stats.arrived,
+            ),
+            (
+                Counter,
+                "replica_losses",
+                "Replicas that were up and failed, each time.",
+                self.pool.losses,
+            ),
             (Counter, "continued", "Answers that another replica continued.", self.continued),
         ):
             yield family_of(kind, f"llmctl_{name}", text, labels, value)
@@ -363,18 +340,16 @@ def limits_of_replicas(plan: Plan, options: ServerOptions) -> LatencyLimits:
     if (options.admission or plan.recipe.serve.admission) != "targets":
         return UNLIMITED
     limits = LatencyLimits.of(plan.recipe.sla)
-    if limits == UNLIMITED:
-        lacks = "the recipe has no target for TTFT or E2E"
-        hint = "set sla in the recipe"
-    elif plan.fit.steps is None:
-        lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
-        hint = "profile and fit engine vllm"
-    else:
+    if limits != UNLIMITED and plan.fit.steps is not None:
         return limits
     if options.admission:
-        raise InputError(f"--admission targets: {lacks}", f"{hint}, or: --admission queue")
+        raise InputError(
+            "--admission targets: the recipe needs a target for TTFT or E2E (sla), and the fit a "
+            "law of forward passes (engine vllm)",
+            "serve such a plan, or: --admission queue",
+        )
     if limits != UNLIMITED:
-        options.say(f"admission by the queue alone: {lacks}")
+        options.say("admission by the queue alone: the fit has no law of forward passes")
     return UNLIMITED
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import errno
 import ipaddress
@@ -11,12 +10,12 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 
 from toolkit import interrupts
 from toolkit.errors import InputError
 
 BACKLOG = 2048  # connections that wait to be accepted
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that end a server in order
 
 
 def forget_variable(name: str) -> None:
@@ -78,23 +77,8 @@ def url(listener: socket.socket, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def end_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end the server in order.
-
-    In a terminal SIGHUP is one of them, since it means that the terminal was closed. `nohup`
-    ignores it.
-    """
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    if sys.stderr.isatty() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        return (*numbers, signal.SIGHUP)
-    return numbers
-
-
 class Signals:
-    """The signals that end the server, as events: the first ends it in order, the second at once.
-
-    Without a terminal SIGHUP has no effect.
-    """
+    """The signals that end the server: the first ends it in order, the second at once."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -106,50 +90,21 @@ class Signals:
                 interrupts.note()
             (self.second if self.first.is_set() else self.first).set()
 
-        ending = end_signals()
-        if signal.SIGHUP not in ending:
-            self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
-        for number in ending:
+        for number in END_SIGNALS:
             self._loop.add_signal_handler(number, on_signal, number)
 
     def close(self) -> None:
         """Give the signals back. A closed loop of uvloop would keep them and do nothing."""
-        for number in {signal.SIGHUP, *end_signals()}:
+        for number in END_SIGNALS:
             self._loop.remove_signal_handler(number)
 
 
-@dataclass(slots=True, frozen=True)
-class Manager:
-    """The service manager that started this process, if any (sd_notify(3), sd_watchdog_enabled(3)).
-
-    It gets one datagram per report. If the server reports nothing for `watchdog_s` seconds, the
-    manager ends it and usually starts it again.
-    """
-
-    address: str = ""  # of its socket; '': there is no manager
-    watchdog_s: float | None = None  # None: there is no watchdog
-
-    @classmethod
-    def take(cls) -> Manager:
-        """Read the environment, and remove the variables, since workers inherit the environment."""
-        address, limit, process = (
-            os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-        )
-        watched = limit.isdecimal() and process in ("", str(os.getpid()))
-        return cls(address, int(limit) / 1e6 if watched else None)
-
-    def tell(self, state: str, *, flags: int = 0) -> None:
-        """Send a state such as READY=1; '@' begins a name in Linux's abstract namespace."""
-        if not self.address:
-            return
-        name = "\0" + self.address[1:] if self.address.startswith("@") else self.address
+def tell_ready() -> None:
+    """Tell the service manager that started this process, if any, that it serves (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        # '@' begins a name in Linux's abstract namespace.
+        name = "\0" + address[1:] if address.startswith("@") else address
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.connect(name)
-            manager.send(state.encode(), flags)
-
-    def beat(self) -> None:
-        """Report once that the server is healthy, where there is a watchdog."""
-        if self.watchdog_s:
-            # The manager may be restarting, or too busy to read: the next report will arrive.
-            with contextlib.suppress(OSError):
-                self.tell("WATCHDOG=1", flags=socket.MSG_DONTWAIT)
+            manager.send(b"READY=1")

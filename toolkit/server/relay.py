@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 4  # attempts in a row that failed without a new token, of one request
-# This share of the requests, and a burst, may be tried again after an answer of 500 and above.
-RETRY_SHARE = 0.2
-RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
 ELSEWHERE = (*BUSY, *NOT_SERVED)  # also where it lacks what another one may have
 MAX_WHOLE_BYTES = 64 << 20
@@ -111,7 +108,6 @@ class RelayedRequest:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
         self._send = send
         backend = self._backend
-        backend.retries_left = min(backend.retries_left + RETRY_SHARE, RETRY_BURST)
         limit_s = backend.options.request_timeout_s
         try:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
@@ -258,18 +254,14 @@ class RelayedRequest:
 
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """End the request with the error that a replica answered, or raise `AttemptFailedError`."""
-        backend = self._backend
         content = await self._whole(replica, answer)
         status = answer.status
         why = f"it answered {status}"
         if self._head_sent:
             raise AttemptFailedError(why, counts=status not in BUSY)
         self._refusal = status, kept_headers(answer), content
-        is_elsewhere = status in ELSEWHERE
-        is_retried = not is_elsewhere and status >= 500 and backend.retries_left >= 1.0
-        backend.retries_left -= is_retried
-        if is_elsewhere or is_retried:
-            raise AttemptFailedError(why, counts=not is_elsewhere)
+        if status >= 500 or status in ELSEWHERE:
+            raise AttemptFailedError(why, counts=status not in ELSEWHERE)
         await self._send_whole(f"HTTP {status}", self._refusal)
 
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:

@@ -43,9 +43,7 @@ State = Literal["joining", "up", "down", "hung", "left out", "gone"]
 PROBE_UP_S = 2.0  # between two probes of a replica that is up
 PROBE_DOWN_S = 0.5  # and of one that is not, or failed the last probe
 PROBE_TIMEOUT_S = 5.0
-DOUBT_EVERY_S = 1.0  # between two questions whether a replica serves at all
 FAILED_PROBES = 2  # in a row take a replica out
-FAILED_ANSWERS = 5  # in a row, with a status of 500 and above: it is in doubt
 NOT_SERVED = (401, 403, 404, 405, 501)  # a replica lacks the route or the model, or wants a key
 NO_ROUTE = (404, 405, 501)
 SWEEP_EVERY_S = 0.25
@@ -74,7 +72,6 @@ class LiveReplica:
         default_tokens: the most tokens of an answer for which its client names no limit; None: not
             known.
         in_doubt: the next probe asks it for a token; until then others are preferred.
-        doubted_s: when it came into doubt last.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
         lost_s: when it was lost; None while it is up, and before.
@@ -92,11 +89,9 @@ class LiveReplica:
     speaks_ids: bool = False
     default_tokens: int | None = None
     in_doubt: bool = False
-    doubted_s: float = -math.inf
     attempts: set[RelayedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     lost_s: float | None = None
-    failed_answers: int = 0
     requests: int = 0
     failures: int = 0
     moved: int = 0
@@ -218,20 +213,15 @@ class ReplicaPool:
         replica.wake.set()
 
     def answered(self, replica: LiveReplica, status: int) -> None:
-        """Note the status of an answer. One that it cannot serve, or too many failures in a row,
-        put the replica in doubt: the requests may be at fault, so it is asked itself.
+        """Note the status of an answer. A failure, or what it cannot serve, puts the replica in
+        doubt: the request may be at fault, so it is asked itself.
         """
-        failed = status >= 500 and status != 503
-        replica.failed_answers = replica.failed_answers + 1 if failed else 0
-        if status in NOT_SERVED or replica.failed_answers >= FAILED_ANSWERS:
-            replica.failed_answers = 0
+        if status in NOT_SERVED or (status >= 500 and status != 503):
             self.doubt(replica)
 
     def doubt(self, replica: LiveReplica) -> None:
         """Ask a replica soon whether it serves at all."""
-        now_s = time.monotonic()
-        if replica.up and now_s - replica.doubted_s > DOUBT_EVERY_S:
-            replica.doubted_s = now_s
+        if replica.up:
             replica.in_doubt = True
             replica.wake.set()
 
@@ -321,7 +311,6 @@ class ReplicaPool:
         """Send a replica requests from now on."""
         replica.state = "up"
         replica.problem = ""
-        replica.failed_answers = 0
         self.balancer.change(replica.index, is_up=True, is_fresh=True)
         away = ""
         if replica.lost_s is not None:

@@ -29,6 +29,7 @@ from toolkit.server.log import logging_to_stderr
 from toolkit.server.options import ServerOptions
 from toolkit.server.process import BACKLOG, Signals, check_exposure, listen, url
 from toolkit.traces.write import TraceLog
+from toolkit.units import counted
 
 PEM_HINT = (
     "--ssl-certfile and --ssl-keyfile are PEM files; "
@@ -91,19 +92,11 @@ class Server:
         """Do what `run` does, in the loop that runs."""
         application = self.application
         backend = application.backend
-        manager = application.options.manager
-
-        async def report_health() -> None:
-            if not backend.failure:
-                manager.beat()
-
         http = HttpServer(
             application,
             descriptors_each=backend.descriptors_each,
             ssl_certfile=application.options.certificate,
             ssl_keyfile=application.options.certificate_key,
-            callback_notify=report_health,
-            timeout_notify=int((manager.watchdog_s or 0.0) / 2),
         )
         signals = Signals()
         for name, work in application.tasks.items():
@@ -139,9 +132,8 @@ class Server:
         options = application.options
         application.leaving = True
         if left := application.backend.left:
-            requests = "1 request has" if left == 1 else f"{left} requests have"
             options.say(
-                f"ending: {requests} {options.timeout_s:g} s to finish; "
+                f"ending: {counted(left, 'request')} may take {options.timeout_s:g} s more; "
                 "a second signal or Ctrl-C ends it now"
             )
         with suppress(TimeoutError):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from copy import copy
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from toolkit.laws.passes import PassRange
 from toolkit.sched.prefills import groups_alike
@@ -32,40 +32,20 @@ E2E_BUCKETS = (
     *(120, 240, 480, 960, 1920, 7680),
 )
 RATIO_BUCKETS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
-COST_BUCKETS = (
-    *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
-    *(1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5),
-)
 # How answers end that are whole; "other": for a reason of the server's own.
 ENDED_WELL = ("stop", "length", "tool_calls", "function_call", "content_filter", "other")
 # Why requests are refused for overload.
 QUEUE_FULL = "the queue is full"
 LATE = "they would miss their targets"
-FINE_RATIO_MAX = 1.1  # between two neighbouring bounds from which percentiles are computed
-FINE_START_RATIO = 100.0  # the first bucket's bound over the lowest of those bounds
 
 
 class Histogram:
-    """Counts values by bucket. A bucket includes its upper bound.
+    """Counts values by bucket. A bucket includes its upper bound."""
 
-    Prometheus sees the buckets of the bounds `shown`. There are more between and below them, each
-    at most `FINE_RATIO_MAX` times the last, for better percentiles.
-    """
-
-    def __init__(self, shown: Sequence[float]) -> None:
-        self._shown = frozenset((*shown, math.inf))
-        first = shown[0] / FINE_START_RATIO
-        steps = math.ceil(math.log(max(shown) / first, FINE_RATIO_MAX))
-        finer = (first * FINE_RATIO_MAX**step for step in range(steps))
-        self.bounds = tuple(sorted({*shown, *finer}))
+    def __init__(self, bounds: Iterable[float]) -> None:
+        self.bounds = tuple(sorted(set(bounds)))
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
-
-    def __deepcopy__(self, _: object) -> Histogram:
-        """Return a copy that shares the bounds, which never change."""
-        copied = copy(self)
-        copied.counts = self.counts.copy()
-        return copied
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -73,31 +53,8 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """For Prometheus: each upper bound as text, and the number of values up to it."""
-        running = 0
-        buckets = []
-        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
-            running += count
-            if bound in self._shown:
-                buckets.append(("+Inf" if bound == math.inf else str(float(bound)), float(running)))
-        return buckets
-
-
-def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The quantile `share` (0..1) of counted values, interpolated linearly within its bucket.
-
-    Returns None if nothing was counted, and the last bound for values above it.
-    """
-    wanted = share * sum(counts)
-    below = 0
-    if not wanted:
-        return None
-    for index, count in enumerate(counts):
-        if below + count >= wanted:
-            low = bounds[index - 1] if index else 0.0
-            high = bounds[min(index, len(bounds) - 1)]
-            return low + (high - low) * (wanted - below) / count
-        below += count
-    return bounds[-1]
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
 @dataclass(slots=True)
@@ -169,10 +126,6 @@ class Stats:
     statuses: Counter[str] = field(
         default_factory=lambda: Counter(dict.fromkeys(("500", "502", "503", "504"), 0))
     )
-    # Time of each call of the scheduler.
-    deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
-    # Time between two batches on a worker, if the second was sent as soon as the first had ended.
-    hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
 
     def __post_init__(self) -> None:
         self.latencies = {}

@@ -93,12 +93,12 @@ class RunningPass:
             goes_on = goes_on and bool(wanted)
         return goes_on and not self.stops
 
-    def end(self, output: PassOutput, gap_s: float) -> None:
+    def end(self, output: PassOutput) -> None:
         """Send the last tokens, and what the pass did."""
         self._without_token.difference_update(output.dropped)
         self._flush()
         failure: Failure = "oom" if output.is_short else ""
-        self._channel.send(PassDone(-1, self._pass_id, output, failure, gap_s))
+        self._channel.send(PassDone(-1, self._pass_id, output, failure))
 
     def _report(self, step: StepOutput) -> None:
         """Send a step's tokens now, or keep them for the next frame."""
@@ -134,7 +134,6 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
     running = RunningPass(channel, recipe.engine.flush_s, time.perf_counter)
-    ended_s: float | None = None  # the last pass
     while True:
         frame = channel.receive(TO_WORKER)
         if isinstance(frame, Stop):
@@ -142,11 +141,9 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
         if not isinstance(frame, EnginePass):
             continue  # it is for a pass that has ended
         signs.state = "busy"
-        gap_s = 0.0 if ended_s is None else time.perf_counter() - ended_s
         running.begin(frame)
         output = engine.run(frame, running.on_step)
-        ended_s = time.perf_counter()
-        running.end(output, gap_s)
+        running.end(output)
         if running.stops:
             return 0
         signs.state = "idle"

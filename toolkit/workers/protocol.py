@@ -59,17 +59,12 @@ class PassDone(msgspec.Struct, tag="done"):
 
     A pass that "crashed" has no `output`, and its worker's rows no caches. One that ran out of
     memory ("oom") has lost the rows in `output.dropped`, if any.
-
-    Attributes:
-        gap_s: between the end of the worker's last pass and the start of this one, on its clock; 0
-            for its first.
     """
 
     worker: int
     pass_id: int
     output: PassOutput | None
     failure: Failure = ""
-    gap_s: float = 0.0
 
 
 WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | PassProgress | PassDone

@@ -81,7 +81,7 @@ from toolkit.profiling.process import ProfileBench
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import declared, parameters
 from toolkit.sched.policies.vllm import FLAGS, ROWS, TOKENS, VllmPolicy
-from toolkit.server.process import check_exposure, end_signals, listen
+from toolkit.server.process import END_SIGNALS, check_exposure, listen
 from toolkit.sim.drafts import rates_of
 
 if TYPE_CHECKING:
@@ -406,7 +406,7 @@ class _Signals:
         self.loading = True
 
     def __enter__(self) -> _Signals:
-        self._before = {number: signal.signal(number, self) for number in end_signals()}
+        self._before = {number: signal.signal(number, self) for number in END_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -488,7 +488,6 @@ def _serve(
             raise server.died("while it served")
         why = watch.hangs
         if now_s() - asked_s >= ASK_EVERY_S:
-            options.manager.beat()
             if server.healthy():
                 answered_s = now_s()
             elif now_s() - answered_s > hang_s:
@@ -503,6 +502,4 @@ def _serve(
     server.terminate()
     deadline_s = now_s() + options.timeout_s
     while signals.count < 2 and now_s() < deadline_s and server.wait(POLL_EVERY_S) is None:
-        if now_s() - asked_s >= ASK_EVERY_S:
-            options.manager.beat()
-            asked_s = now_s()
+        pass
