@@ -133,7 +133,7 @@ def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
 
 def test_several_workers_are_servers_behind_a_front(tmp_path: Path):
     path = plan_for(tmp_path, workers=2)
-    router = RouterSpec(name="session", parameters={"load_factor": 1.5})
+    router = RouterSpec(name="session")
     write_file(changed(read_file(Plan, path), settings__replica_router=router), path)
     with test_serve_vllm.served(path, "--served-model-name", MODEL) as server:
         assert server.ready["router"] == "session"

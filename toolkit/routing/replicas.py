@@ -176,13 +176,11 @@ class PrefixIndex:
 
     Blocks beyond a replica's capacity are forgotten, those that were used longest ago first, and of
     one prompt the last ones first. So are blocks that were not used for `ttl_s` seconds (0: no
-    limit). One walk over a prompt's blocks finds the matches of all replicas. Times never decrease
-    from call to call.
+    limit). Times never decrease from call to call.
     """
 
     def __init__(self, ttl_s: float = 0.0) -> None:
         self._ttl_s = ttl_s
-        self._holders: dict[object, int] = {}  # block to the set of replicas, as bits
         self._capacities: list[int] = []
         # by replica: when each block was used last, the least recent first
         self._used_s: list[OrderedDict[object, float]] = []
@@ -192,28 +190,12 @@ class PrefixIndex:
         self._used_s.append(OrderedDict())
         self._capacities.append(capacity)
 
-    def matched(self, blocks: Sequence[object], now_s: float) -> list[int]:
-        """For each replica, how many leading blocks of a prompt it has."""
-        self.expire(now_s)
-        counts = [0] * len(self._used_s)
-        holders = self._holders
-        if not blocks:
-            return counts
-        left = holders.get(blocks[0], 0)  # the replicas that have all blocks so far
-        for number, block in enumerate(blocks):
-            going_on = left & holders.get(block, 0)
-            if going_on != left:
-                _write(counts, left ^ going_on, number)
-                left = going_on
-            if not left:
-                return counts
-        _write(counts, left, len(blocks))
-        return counts
-
-    def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
-        """Return how many leading blocks of a prompt one replica has."""
-        self.expire(now_s)
+    def matched(self, index: int, blocks: Sequence[object], now_s: float) -> int:
+        """Return how many leading blocks of a prompt a replica has."""
         used_s = self._used_s[index]
+        if self._ttl_s:
+            while used_s and now_s - next(iter(used_s.values())) > self._ttl_s:
+                used_s.popitem(last=False)
         for number, block in enumerate(blocks):
             if block not in used_s:
                 return number
@@ -222,46 +204,16 @@ class PrefixIndex:
     def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
         used_s = self._used_s[index]
-        holders = self._holders
-        bit = 1 << index
         for block in reversed(blocks):
-            if block in used_s:
-                used_s.move_to_end(block)
-            else:
-                holders[block] = holders.get(block, 0) | bit
             used_s[block] = now_s
+            used_s.move_to_end(block)
         capacity = self._capacities[index]
         while capacity and len(used_s) > capacity:
-            self._forget(index, used_s.popitem(last=False)[0])
+            used_s.popitem(last=False)
 
     def clear(self, index: int) -> None:
         """A replica was restarted: its cache is empty."""
-        for block in self._used_s[index]:
-            self._forget(index, block)
         self._used_s[index] = OrderedDict()
-
-    def expire(self, now_s: float) -> None:
-        """Forget the blocks that were not used for too long."""
-        if not self._ttl_s:
-            return
-        for index, used_s in enumerate(self._used_s):
-            while used_s and now_s - next(iter(used_s.values())) > self._ttl_s:
-                self._forget(index, used_s.popitem(last=False)[0])
-
-    def _forget(self, index: int, block: object) -> None:
-        holders = self._holders[block] & ~(1 << index)
-        if holders:
-            self._holders[block] = holders
-        else:
-            del self._holders[block]
-
-
-def _write(counts: list[int], replicas: int, number: int) -> None:
-    """Write a number for each replica of a set, given as bits."""
-    while replicas:
-        lowest = replicas & -replicas
-        counts[lowest.bit_length() - 1] = number
-        replicas ^= lowest
 
 
 class RouterView:
@@ -311,13 +263,16 @@ class RouterView:
         """By replica, how many of the request's leading blocks it probably has cached."""
         matched = self._matched
         if matched is None:
-            matched = self._matched = self._index.matched(self.blocks, self.now_s)
+            matched = self._matched = [
+                self._index.matched(index, self.blocks, self.now_s)
+                for index in range(len(self.every))
+            ]
         return matched
 
     def cached_tokens(self, request: Request, replica: Replica) -> int:
         """Prompt tokens that a replica need not compute; the last one it always computes."""
         if self._matched is None:  # only this one is asked for
-            blocks = self._index.matched_by(replica.index, self.blocks, self.now_s)
+            blocks = self._index.matched(replica.index, self.blocks, self.now_s)
         else:
             blocks = self._matched[replica.index]
         return min(blocks * self.block_tokens, request.prompt_tokens - 1)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from toolkit.routing.base import Router
 from toolkit.routing.replicas import RouterView
 from toolkit.routing.simple import fewest_requests
-from toolkit.sched.policies.parameters import parameter, policy
+from toolkit.sched.policies.parameters import policy
 from toolkit.sched.types import Request
 
 RING_POINTS = 160  # of each replica on the ring
@@ -18,32 +18,14 @@ RING_POINTS = 160  # of each replica on the ring
 class SessionRouter(Router):
     """Consistent hashing of the session, or of the prompt's first block where there is none; to the
     replica with the fewest requests where there is neither.
-
-    With `load_factor` a replica takes at most that many times the mean number of requests, and the
-    next one on the ring takes the rest (consistent hashing with bounded loads, arXiv:1608.01350).
     """
-
-    load_factor: float = parameter(
-        0.0, high=100, search=(1.05, 3.0), doc="a replica's share of the mean load; 0: no bound"
-    )
 
     def choose(self, request: Request, view: RouterView) -> int:
         key = request.session or (str(request.blocks[0]) if request.blocks else "")
         if not key:
             return fewest_requests(view)
         points, owners = _ring(view)
-        at = bisect_left(points, _point(key))
-        if not self.load_factor:
-            return owners[at % len(owners)]
-        requests = 0
-        for replica in view.replicas:
-            requests += len(replica.sent)
-        most = self.load_factor * (requests + 1) / len(view.replicas)
-        for step in range(len(owners)):
-            owner = owners[(at + step) % len(owners)]
-            if len(view.every[owner].sent) + 1 <= most:
-                return owner
-        return fewest_requests(view)
+        return owners[bisect_left(points, _point(key)) % len(owners)]
 
 
 def _ring(view: RouterView) -> tuple[list[int], list[int]]:
