@@ -70,7 +70,7 @@ VARIABLES = {
     "LLMCTL_VLLM_EVENT_LOG": "inside vLLM: a file for every call and decision of our scheduler",
     "LLMCTL_VLLM_ITERATIONS": "inside vLLM: a file with a line for each forward pass",
     "LLMCTL_VLLM_CONTROL_KEY": "inside vLLM: the key of the control of its settings",
-    "LLMCTL_CONTROL_KEY": "the same for `serve --live`, `set` and `tune --live`",
+    "LLMCTL_CONTROL_KEY": "the same for `serve --live`, which needs it, `set` and `tune --live`",
 }
 # Variables of others that change what llmctl does.
 OTHERS = {
@@ -80,7 +80,6 @@ OTHERS = {
     "to join it",
     "SSL_CERT_FILE": "authorities that clients trust, in place of the system's",
     "XDG_DATA_HOME": "where `vllm-check` keeps its results (`~/.local/share`)",
-    "XDG_STATE_HOME": "where the keys of servers with live settings are kept (`~/.local/state`)",
     "XDG_CACHE_HOME": "where models of `source: random` are saved for vLLM (`~/.cache`)",
 }
 

@@ -44,10 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("patient")
     # files of tests need not survive a power cut, and thousands of waits for the disk take seconds
     os.fsync = lambda descriptor: None
-    # servers that tests start record themselves, but not where the servers of the person that runs
-    # the tests are recorded
     state = config.stash.setdefault(STATE, tempfile.TemporaryDirectory()).name
-    os.environ["XDG_STATE_HOME"] = state
     # each client of HTTP reads the authorities that it trusts, and a hundred of them take 26 ms
     authority = Path(state, "authority.pem")
     authority.write_text("".join(certifi.contents().partition(END)[:2]))

@@ -33,7 +33,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     the TTFT target.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
     write_tuning(31.7)
@@ -123,7 +122,6 @@ def test_a_running_server_shows_the_limits_that_its_plan_breaks(
     used["ttft_p99_s"] = 31.7 / plan.recipe.sla["ttft_p99_s"]
     outcome = Outcome(metrics={}, used=used)
     write_file(plan.model_copy(update={"outcome": outcome}), tmp_path / "plan.json")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with Server(tmp_path / "plan.json") as server:
         assert [(one["name"], one["kept"]) for one in server.ready["broken_limits"]] == [
             ("ttft_p99_s", False)

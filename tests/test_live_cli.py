@@ -15,7 +15,6 @@ from toolkit.backends.vllm import control as module
 from toolkit.backends.vllm.control import EngineControl
 from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.deploy.plan import make_plan
-from toolkit.endpoints.control_keys import kept_key, known_keys
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 
@@ -65,8 +64,7 @@ def server(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def own_state(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def no_key(monkeypatch):
     monkeypatch.delenv("LLMCTL_CONTROL_KEY", raising=False)
 
 
@@ -115,17 +113,6 @@ def test_a_missing_key_another_server_and_no_server_are_said(capsys, server, mon
     assert (code, says(noted, "--live")) == (2, True)
     code, _, _ = llmctl(capsys, "set", "--url", "http://127.0.0.1:9")
     assert code == 2
-
-
-def test_the_key_of_a_server_that_runs_here_is_found(capsys, server, tmp_path):
-    with kept_key(server.url, KEY):
-        assert known_keys() == {server.url: KEY}
-        assert llmctl(capsys, "set", "max_num_seqs=4")[0] == 0
-    assert known_keys() == {}
-    left = tmp_path / "state/llmctl/control-keys/http%3A%2F%2F127.0.0.1%3A1"
-    left.write_text("of a server that was killed")
-    assert known_keys() == {}
-    assert not left.exists()
 
 
 @pytest.mark.slow

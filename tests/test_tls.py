@@ -42,7 +42,6 @@ def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def test_the_server_speaks_tls(tmp_path: Path, ours, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     fake_plan(tmp_path)
     options = ["--ssl-certfile", str(ours[0]), "--ssl-keyfile", str(ours[1])]
     with Server(tmp_path / "plan.json", *options) as server:

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import shutil
 import signal
 import sys
@@ -39,6 +41,7 @@ from pathlib import Path
 from benchmarks.common.command import ended, make_parser
 from benchmarks.common.results_file import markdown
 from benchmarks.engines.live import Work, add_work, table
+from toolkit.endpoints.settings import CONTROL_KEY_VARIABLE
 from toolkit.errors import LateClientError, LimitsBrokenError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.bench import BenchReport
@@ -113,6 +116,7 @@ def live(work: Work, given: argparse.Namespace) -> None:
     typed(work, "render", work.recipe, *words, makes="vllm-defaults.json")
     if work.has("live-tuning.json"):
         return
+    os.environ.setdefault(CONTROL_KEY_VARIABLE, secrets.token_hex())
     with work.serving("vllm-defaults.json", "--live") as url:
         words = ["--live", url, "--trace", TRACE, "--rate", str(given.rates[-1])]
         words += ["--minutes", f"{given.minutes:g}"]

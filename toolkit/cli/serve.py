@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -164,23 +162,23 @@ def command(args: ServeOptions) -> None:
     has_replicas = bool(args.replica or start)
     _refuse_what_it_lacks(args, plan, has_replicas=has_replicas)
     options = _options(args, plan, control_key, has_replicas=has_replicas)
-    with Announcement(args.plan, plan, options, as_json=args.as_json) as ready:
-        ended: Mapping[str, int]
-        if has_replicas:
-            from toolkit.server.pool import pool_backend
+    ready = Announcement(args.plan, plan, options, as_json=args.as_json)
+    ended: Mapping[str, int]
+    if has_replicas:
+        from toolkit.server.pool import pool_backend
 
-            with Server.open(options, pool_backend(plan, options, start)) as server:
-                ended = server.run(ready)
-        elif isinstance(engine, Serves):
-            policy = make_any(plan.settings.policy, plan.settings.parameters)
-            refuse_unservable(policy, name)
-            note(f"starting {name} for {plan.recipe.name}")
-            ended = engine.launch(plan, options, ready)
-        else:
-            from toolkit.server.engine import engine_backend
+        with Server.open(options, pool_backend(plan, options, start)) as server:
+            ended = server.run(ready)
+    elif isinstance(engine, Serves):
+        policy = make_any(plan.settings.policy, plan.settings.parameters)
+        refuse_unservable(policy, name)
+        note(f"starting {name} for {plan.recipe.name}")
+        ended = engine.launch(plan, options, ready)
+    else:
+        from toolkit.server.engine import engine_backend
 
-            with Server.open(options, engine_backend(plan, options)) as server:
-                ended = server.run(ready)
+        with Server.open(options, engine_backend(plan, options)) as server:
+            ended = server.run(ready)
     ready.say_how_it_ended(ended)
 
 
@@ -221,8 +219,7 @@ def _refuse(args: ServeOptions, what: str, *names: str, why: str = "") -> None:
 def _options(
     args: ServeOptions, plan: Plan, control_key: str, *, has_replicas: bool
 ) -> ServerOptions:
-    """Return what the server is told: the command line over the recipe's settings. With --live and
-    without a `control_key` the server gets a new one.
+    """Return what the server is told: the command line over the recipe's settings.
 
     Raises InputError for keys, files or replicas that cannot be used.
     """
@@ -230,6 +227,11 @@ def _options(
     from toolkit.server.options import ServerOptions, find_keys, model_name
     from toolkit.server.process import is_loopback
 
+    if args.live and not control_key:
+        raise InputError(
+            f"--live needs a key for changes of settings, in {CONTROL_KEY_VARIABLE}",
+            f"export {CONTROL_KEY_VARIABLE}=$(openssl rand -hex 16), also where llmctl set runs",
+        )
     serve = plan.recipe.serve
     host = args.host or serve.host
     keys = find_keys(args.api_key, args.api_key_file)
@@ -263,7 +265,7 @@ def _options(
         event_log=args.event_log,
         pass_log=args.pass_log,
         request_log=args.request_log,
-        control_key=(control_key or secrets.token_urlsafe(24)) if args.live else "",
+        control_key=control_key if args.live else "",
         ray=args.ray,
         replicas=_replica_source(args.replica) if args.replica else None,
         replica_key=os.environ.get(KEY_VARIABLE, ""),
@@ -282,13 +284,10 @@ def _replica_source(replicas: Sequence[str]) -> Watched[list[str]]:
     return given_replicas(replicas)
 
 
-class Announcement(ExitStack):
-    """Prints that a server is ready, tells its service manager, and keeps the key of its settings
-    for `llmctl set` until it is closed.
-    """
+class Announcement:
+    """Prints that a server is ready, and tells its service manager."""
 
     def __init__(self, file: Path, plan: Plan, options: ServerOptions, *, as_json: bool) -> None:
-        super().__init__()
         self._was_ready = False
         self._as_json = as_json
         self._file = file
@@ -297,16 +296,10 @@ class Announcement(ExitStack):
 
     def __call__(self, url: str) -> None:
         """Say that the server at `url` is ready."""
-        from toolkit.endpoints.control_keys import kept_key
         from toolkit.server.process import tell_ready
 
         self._was_ready = True
         options = self._options
-        if options.control_key:
-            try:
-                self.enter_context(kept_key(url, options.control_key))
-            except OSError as error:
-                note(f"llmctl set will need {CONTROL_KEY_VARIABLE}: {error}")
         tell_ready()
         plan = self._plan
         has_page = bool(options.router) or not traits_of(plan.recipe.engine.name).server

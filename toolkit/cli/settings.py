@@ -15,7 +15,6 @@ from toolkit.cli.arguments import (
     option,
 )
 from toolkit.cli.output import emit, note, table
-from toolkit.errors import InputError
 
 if TYPE_CHECKING:
     from toolkit.endpoints.settings import LiveState, SettingsClient
@@ -28,9 +27,7 @@ class SetOptions(JsonOptions):
     settings: list[str] | None = argument(
         "New values; none: show the settings and their bounds.", None, metavar="KEY=VALUE"
     )
-    url: str | None = option(
-        None, "The server; default: the one of `serve --live` on this machine, else port 8000."
-    )
+    url: str = option(LOCAL, "The server, which was started with `serve --live`.")
 
 
 @command_of(SetOptions)
@@ -55,22 +52,13 @@ def command(args: SetOptions) -> None:
         note(f"changed from the next pass on: {words}" if words else "nothing changed")
 
 
-def control_of(url: str | None, owner: str = "") -> SettingsClient:
-    """Return the control of a server: at `url`, or of the server that was started here with --live.
-
-    The key is in the environment (`CONTROL_KEY_VARIABLE`), else in the server's record on this
-    machine.
+def control_of(url: str, owner: str = "") -> SettingsClient:
+    """Return the control of the server at `url`, with the key of the environment
+    (`CONTROL_KEY_VARIABLE`).
     """
-    from toolkit.endpoints.control_keys import known_keys
     from toolkit.endpoints.settings import SettingsClient
 
-    known = known_keys()
-    if url is None and len(known) > 1:
-        urls = ", ".join(known)
-        raise InputError(f"several servers with live settings run here: {urls}", "give --url")
-    found = url or next(iter(known), LOCAL)
-    key = os.environ.get(CONTROL_KEY_VARIABLE) or known.get(found.rstrip("/"), "")
-    return SettingsClient(found, key, owner)
+    return SettingsClient(url, os.environ.get(CONTROL_KEY_VARIABLE, ""), owner)
 
 
 def _show(state: LiveState) -> None:

@@ -98,7 +98,7 @@ class TuneOptions(ScenarioOptions):
         None,
         "Instead of a simulation alone: try settings on this running server, which `llmctl serve "
         "--live` started with the plan that is named in the place of the recipe. 'here' is the "
-        "one on this machine.",
+        "one at port 8000 of this machine.",
         metavar="URL",
     )
     minutes: float = _running(10.0, "Measure for so long.", min=0.1)

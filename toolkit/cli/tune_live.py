@@ -15,7 +15,7 @@ from toolkit.cli.arguments import keep_inputs, refuse_useless
 from toolkit.cli.basis import note_trace, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.scenario import Scenario
-from toolkit.cli.settings import control_of
+from toolkit.cli.settings import LOCAL, control_of
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable, head, write_file
 from toolkit.files.live import LiveTuning
@@ -75,7 +75,7 @@ def tune_live(args: TuneOptions) -> None:
     trace = scenario.read_trace()
     inputs |= {"trace": scenario.trace_file}
     owner = f"llmctl tune --live (process {os.getpid()} on {platform.node()})"
-    control = control_of(None if args.live == HERE else args.live, owner)
+    control = control_of(LOCAL if args.live in (None, HERE) else args.live, owner)
     control.hold(FIRST_LEASE_S)  # a server without a control, or with another tuner, is named first
     target = find_target(control.url, None, os.environ.get(API_KEY_VARIABLE, ""))
     rate = args.rate or recipe.tune.request_rate_rps
