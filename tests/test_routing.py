@@ -251,7 +251,7 @@ def test_a_router_of_others_in_plain_python_reads_what_ours_read():
         index_ttl_s = 0.0
 
         def choose(self, request, view):
-            seen.append(list(view.matched))
+            seen.append([view.matched(replica) for replica in view.every])
             costs = (
                 replica.requests + replica.blocks + replica.waiting + replica.kv_usage
                 - view.cached_tokens(request, replica)

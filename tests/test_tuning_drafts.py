@@ -13,8 +13,6 @@ from test_estimators_steps_fit import LAW, measured
 from test_sim_paged_commands import trace
 
 from toolkit.backends.vllm.command import draft_flags
-from toolkit.endpoints.acceptance import acceptance_of
-from toolkit.endpoints.target import page_metrics
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import laws_of_drafts
 from toolkit.estimators.part_fits import fit_steps
@@ -100,29 +98,6 @@ def test_passes_with_drafts_have_the_price_of_their_tokens() -> None:
         points.append(given.model_copy(update={"seconds": [LAW.forward_s(shape_of(given))]}))
     fit = fit_steps(profile.model_copy(update={"points": points}), 0)
     assert fit.error.median_percent < 1.0
-
-
-PAGE = """
-# TYPE vllm:spec_decode_num_drafts counter
-vllm:spec_decode_num_drafts_total{engine="0"} 100
-vllm:spec_decode_num_drafts_total{engine="1"} 100
-# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 80
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 60
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 30
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1"} 10
-# TYPE vllm:generation_tokens counter
-vllm:generation_tokens_total{engine="0"} 600
-# TYPE vllm:request_success counter
-vllm:request_success_total{engine="0",finished_reason="stop"} 20
-"""
-
-
-def test_acceptance_is_read_from_vllm_s_metrics() -> None:
-    found = acceptance_of(page_metrics(PAGE.encode(), "page"))
-    assert found is not None
-    assert found.rates == pytest.approx([0.7, 0.2])
-    assert found.proposed == pytest.approx(200 / (600 - 180 - 20))
 
 
 def test_the_flags_of_drafts() -> None:

@@ -369,22 +369,12 @@ def _lengths(args: GenerateOptions) -> tuple[DrawnLengths, DrawnLengths]:
 
 
 def _page_lengths(path: Path, longest: int) -> tuple[DrawnLengths, DrawnLengths]:
-    """Return the lengths that a saved page of metrics counts. Print how many drafts the server has
-    accepted, in the words of a recipe.
-    """
-    from toolkit.endpoints.acceptance import acceptance_of
+    """Return the lengths that a saved page of metrics counts."""
     from toolkit.endpoints.target import page_metrics
     from toolkit.files.strict import read_bytes
     from toolkit.traces.histograms import lengths_of
 
     metrics = page_metrics(read_bytes(path, "save it with curl"), path.name)
-    found = acceptance_of(metrics)
-    if found is not None and found.rates is not None:
-        rates = ", ".join(f"{rate:.3f}" for rate in found.rates)
-        note(
-            f"speculative decoding; for serve.acceptance of a recipe: rates: [{rates}], "
-            f"proposed: {found.proposed:.3f}"
-        )
     return lengths_of(metrics, longest, path.name)
 
 

@@ -62,7 +62,7 @@ class LawRouter(Router):
         behind_s = law.terms.get("behind", 0.0)
         expected = view.expected_tokens if view.expected_tokens > 1.0 else 1.0
         prompt = request.prompt_tokens
-        cached = min(view.matched[replica.index] * view.block_tokens, prompt - 1)
+        cached = view.cached_tokens(request, replica)
         sent = Sent(request, view.now_s, cached)
         new = sent.new_tokens
         rows = len(replica.sent) - replica.prefills  # with a first token
@@ -121,11 +121,10 @@ def _likely(view: RouterView) -> list[Replica]:
     replicas = view.replicas
     if len(replicas) <= MOST_WEIGHED:
         return replicas
-    matched = view.matched
     part = MOST_WEIGHED // 3
     places: set[int] = set()
     for count, keys in (
-        (part, [-matched[replica.index] for replica in replicas]),
+        (part, [-view.matched(replica) for replica in replicas]),
         (part, [replica.prefill_tokens for replica in replicas]),
         (part, [len(replica.sent) for replica in replicas]),
         (2, [replica.in_time for replica in replicas]),

@@ -230,7 +230,7 @@ class RouterView:
     """
 
     __slots__ = (
-        "_index", "_matched", "block_tokens", "blocks", "every",
+        "_index", "block_tokens", "blocks", "every",
         "expected", "expected_tokens", "now_s", "replicas", "rings", "rng", "routed",
     )  # fmt: skip
 
@@ -248,7 +248,6 @@ class RouterView:
         self.now_s = 0.0
         self.expected: Sent | None = None
         self.blocks: Sequence[object] = ()
-        self._matched: list[int] | None = None
 
     def begin(self, request: Request, replicas: list[Replica], now_s: float) -> None:
         """A request is to be routed to one of these."""
@@ -256,26 +255,16 @@ class RouterView:
         self.now_s = now_s
         self.expected = None
         self.blocks = request.blocks
-        self._matched = None
 
-    @property
-    def matched(self) -> list[int]:
-        """By replica, how many of the request's leading blocks it probably has cached."""
-        matched = self._matched
-        if matched is None:
-            matched = self._matched = [
-                self._index.matched(index, self.blocks, self.now_s)
-                for index in range(len(self.every))
-            ]
-        return matched
+    def matched(self, replica: Replica) -> int:
+        """Return how many of the request's leading blocks a replica probably has cached."""
+        return self._index.matched(replica.index, self.blocks, self.now_s)
 
     def cached_tokens(self, request: Request, replica: Replica) -> int:
-        """Prompt tokens that a replica need not compute; the last one it always computes."""
-        if self._matched is None:  # only this one is asked for
-            blocks = self._index.matched(replica.index, self.blocks, self.now_s)
-        else:
-            blocks = self._matched[replica.index]
-        return min(blocks * self.block_tokens, request.prompt_tokens - 1)
+        """Return the prompt tokens that a replica need not compute; the last one it always
+        computes.
+        """
+        return min(self.matched(replica) * self.block_tokens, request.prompt_tokens - 1)
 
     def least(self, costs: list[float]) -> int:
         """The index of the replica of the least cost; ties are broken at random."""

@@ -135,9 +135,8 @@ SglangRouter.index_blocks = -1
 
 def _shares(view: RouterView) -> list[float]:
     """The share of the request's full blocks that each replica has cached."""
-    matched = view.matched
     blocks = float(max(len(view.blocks), 1))
-    return [matched[replica.index] / blocks for replica in view.replicas]
+    return [view.matched(replica) / blocks for replica in view.replicas]
 
 
 def _from_shortest(queues: Sequence[int]) -> list[float]:

@@ -31,11 +31,9 @@ class LeastMemoryRouter(Router):
     def choose(self, request: Request, view: RouterView) -> int:
         size = view.block_tokens
         expected = view.expected_tokens
-        matched = view.matched
-        prompt = request.prompt_tokens
         costs: list[float] = []
         for replica in view.replicas:
-            new = prompt - min(matched[replica.index] * size, prompt - 1)
+            new = request.prompt_tokens - view.cached_tokens(request, replica)
             tokens = replica.blocks * size + new + (len(replica.sent) + 1) * expected
             costs.append(tokens / replica.capacity_tokens)
         return view.least(costs)
