@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo quick quick-compiled test coverage check setup compile docs reference vllm-versions package lock clean help
+.PHONY: demo quick quick-compiled test test-plain test-commands coverage check setup compile docs reference vllm-versions package lock clean help
 LOCKS  := $(wildcard locks/*.txt) locks/install.sh
 
 help:  ## this list
@@ -34,11 +34,16 @@ demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU 
 
 # How many processes run tests: auto is one more than there are processors, 0 runs them in pytest's own.
 JOBS   ?= auto
-PYTEST := -m pytest -n $(JOBS)
+OPTIONS ?=  # more of pytest's
+PYTEST := -m pytest -n $(JOBS) $(OPTIONS)
 TESTS  ?=  # files of tests; none: all
+# Whole commands and searches, which simulate for minutes in plain Python: `make test` runs these tests with
+# compiled code where there is some, as users do. All other tests are of plain Python.
+COMMANDS := $(wildcard tests/test_cli_*.py tests/test_tuning*.py tests/test_public_*.py) $(addprefix tests/, \
+	test_backends.py test_demo.py test_newcomer.py test_scaling.py test_shipped_targets.py)
 
 # Each process of a run would compile every module again where the shell sets this.
-quick quick-compiled test coverage check: export PYTHONDONTWRITEBYTECODE =
+quick quick-compiled test-plain test-commands coverage: export PYTHONDONTWRITEBYTECODE =
 
 quick: $(STAMP)  ## the tests that start no process and take less than half a second, for every change
 	$(BIN)/python $(PYTEST) -m "not slow"
@@ -48,7 +53,13 @@ quick-compiled: compile  ## the same with compiled code (TESTS="tests/..."); the
 	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS)
 
 test: $(STAMP)  ## the tests: offline, no GPU
-	$(BIN)/python $(PYTEST)
+	@$(MAKE) --no-print-directory -k test-plain test-commands
+
+test-plain: $(STAMP)  ## the tests that run plain Python
+	$(BIN)/python $(PYTEST) $(addprefix --ignore=,$(COMMANDS))
+
+test-commands: $(STAMP)  ## the tests of whole commands: with compiled code where there is some
+	LLMCTL_COMPILED= $(BIN)/python $(PYTEST) $(COMMANDS)
 
 coverage: $(STAMP)  ## the tests, and which lines of toolkit/ they run
 	$(BIN)/coverage erase
@@ -60,7 +71,7 @@ check: $(STAMP)  ## everything CI checks: lint, format, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python $(PYTEST)
+	@$(MAKE) --no-print-directory test
 
 docs: $(STAMP)  ## the pages are checked, and the site is built, in build/site: offline
 	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference --check

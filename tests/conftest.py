@@ -1,7 +1,8 @@
 """What all tests share.
 
-Tests run plain Python, unless LLMCTL_COMPILED says otherwise (`make quick-compiled`): they patch
-methods, and coverage counts lines, which compiled code does not allow.
+Tests run plain Python, unless LLMCTL_COMPILED says otherwise: they patch methods, and coverage
+counts lines, which compiled code does not allow. `make test` runs tests of whole commands with
+compiled code where there is some, and `make quick-compiled` others.
 """
 
 import os
@@ -10,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("LLMCTL_COMPILED", "0")
+# Tests run beside each other on all processors: threads of libraries would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import certifi
 import lean
