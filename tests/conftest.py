@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("LLMCTL_COMPILED", "0")
-# Tests run beside each other on all processors: threads of libraries would only wait for each other.
+# Tests run beside each other on all processors: threads of libraries would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import certifi
