@@ -371,7 +371,8 @@ async def cut_heads(count: int) -> Found:
             at = number * len(head) // count
             reader, writer = await asyncio.open_connection(base_url.host, base_url.port)
             for segment in (before + head[:at], head[at:], body, asked):
-                writer.write(segment)
+                if not writer.is_closing():  # the wish is refused as soon as the head is there
+                    writer.write(segment)
                 await asyncio.sleep(SEGMENT_S)
             received = b""
             with suppress(ConnectionError):
