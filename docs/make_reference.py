@@ -34,7 +34,7 @@ from toolkit.catalogue.models import facts_of, not_computed
 from toolkit.cli import main
 from toolkit.engine_traits import ENGINES
 from toolkit.errors import InputError
-from toolkit.estimators.gpu_operators import measured_gpus, measured_operators
+from toolkit.estimators.gpu_operators import measured_operators
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.extras import install
@@ -467,9 +467,9 @@ def _gpus_with_laws(config: Mapping[str, Any]) -> str:
     found = FoundModel("a", "a", "", {**config, "quantization_config": None}, "a test")
     shapes = shapes_of(new_recipe(found, Wish(GPUS["b300"], gpus=64)).recipe())
     known, unknown = [], []
-    for gpu in measured_gpus():
+    for gpu in measured_operators():
         try:
-            measured_operators(gpu).pass_seconds(shapes, [StepShape(1, 1)])
+            measured_operators()[gpu].pass_seconds(shapes, [StepShape(1, 1)])
             known.append(gpu)
         except InputError:
             unknown.append(gpu)

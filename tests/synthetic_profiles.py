@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import samples
 
+from benchmarks.common.samples import bilinear_law
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.laws import LinearLaw, bilinear_law
+from toolkit.estimators.laws import LinearLaw
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
 from toolkit.files.profile import (

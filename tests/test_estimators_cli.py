@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 def test_fit_writes_the_laws_of_its_profile(folder, capsys):
     assert run("fit", "profile.json") == 0
     laws = laws_from_fit(read_file(Fit, "fit.json", inputs={"profile": "profile.json"}))
-    assert laws.latency.prefill_s(4, 64) > laws.engine.prefill_s(4, 64) > 0
+    assert laws.latency.prefill_s(4, 64) > 0
     assert "wrote fit.json" in capsys.readouterr().err
 
 

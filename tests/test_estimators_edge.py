@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.papers.scls_figures import DEEPSPEED_RULES
-from toolkit.estimators.memory import (
-    DrawnEdge,
-    RuleMemory,
-    ZetaMemory,
-    uniform_draw,
-)
+from toolkit.estimators.memory import DrawnEdge, RuleMemory, ZetaMemory
 
 batch_ids = st.integers(0, 2**40)
 
@@ -37,16 +32,16 @@ def test_half_of_the_batches_at_an_edge_run_out_of_memory_and_few_below_it():
 
 
 def test_a_draw_depends_only_on_seed_and_batch():
-    assert uniform_draw(3, 7) == uniform_draw(3, 7)
-    assert len({uniform_draw(seed, batch) for seed in range(20) for batch in range(20)}) == 400
+    law = ZetaMemory(1000, 0.9)
 
+    def drawn(seed: int) -> list[bool]:
+        return [DrawnEdge(law, 0.05, seed)(batch, 9, 90, 10) for batch in range(50)]
 
-def test_draws_are_uniform():
-    drawn = np.array([uniform_draw(1, batch) for batch in range(20_000)])
-    counts, _ = np.histogram(drawn, bins=10, range=(0, 1))
-    assert abs(counts - 2000).max() < 200
+    assert drawn(3) == drawn(3)
+    assert len({tuple(drawn(seed)) for seed in range(20)}) == 20
 
 
 @given(st.integers(-(2**70), 2**70), st.integers(-1, 2**70))
-def test_any_seed_and_key_give_a_draw_inside_0_and_1(seed, key):
-    assert 0.0 < uniform_draw(seed, key) < 1.0
+def test_any_seed_and_batch_give_an_edge(seed, batch):
+    assert DrawnEdge(ZetaMemory(1000, 0.9), 0.01, seed)(batch, 20, 90, 10)
+    assert not DrawnEdge(ZetaMemory(1000, 0.9), 0.01, seed)(batch, 1, 90, 10)

@@ -9,7 +9,7 @@ from orders import changed
 from toolkit.cli.basis import analytic_notes
 from toolkit.estimators import elsewhere
 from toolkit.estimators.elsewhere import error_words, is_of_model, measured_elsewhere
-from toolkit.estimators.gpu_operators import measured_gpus
+from toolkit.estimators.gpu_operators import measured_operators
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, shipped_fit
 from toolkit.files.profile import AnalyticError, ErrorSpread
@@ -35,12 +35,12 @@ def shipped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     if "ships" in request.node.name:
         return
     groups = [
-        {"gpu": "h100_sxm", "experts": False, "models": ["Llama-3.1-8B-FP8"], **DENSE},
-        {"gpu": "h200_sxm", "experts": True, "models": ["Qwen3-235B-A22B"], **EXPERTS},
+        {"gpu": "h100_sxm", "experts": False, "models": ["Llama-3.1-8B-FP8"], "errors": DENSE},
+        {"gpu": "h200_sxm", "experts": True, "models": ["Qwen3-235B-A22B"], "errors": EXPERTS},
     ]
     left_out = [
-        {"experts": False, **DENSE_LEFT_OUT},
-        {"experts": True, **EXPERTS_LEFT_OUT},
+        {"experts": False, "errors": DENSE_LEFT_OUT},
+        {"experts": True, "errors": EXPERTS_LEFT_OUT},
     ]
     reach = {"tokens_max": 9216, "ranks_max": 8}
     content = {"all": reach, "groups": groups, "left_out": left_out}
@@ -160,9 +160,9 @@ def test_the_range_of_a_measured_law_is_of_its_held_out_batches(name: str) -> No
 def test_what_ships_is_of_known_gpus_and_of_the_recorded_rows() -> None:
     content = elsewhere.read_json(elsewhere.FILE)
     groups = content["groups"]
-    assert {one["gpu"] for one in groups} <= set(measured_gpus())
+    assert {one["gpu"] for one in groups} <= set(measured_operators())
     assert len({(one["gpu"], one["experts"]) for one in groups}) == len(groups)
-    assert sum(one["servers"] for one in groups) == content["all"]["servers"]
+    assert sum(one["errors"]["servers"] for one in groups) == content["all"]["servers"]
     assert {one["experts"] for one in content["left_out"]} == {False, True}
     board = json.loads(ROWS.read_text(encoding="utf-8"))
     rows = [dict(zip(board["columns"], row, strict=True)) for row in board["rows"]]

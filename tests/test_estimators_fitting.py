@@ -10,8 +10,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.laws import LinearLaw
 from toolkit.estimators.least_squares import typical
-from toolkit.estimators.load import memory_from_fit
-from toolkit.estimators.memory import RuleMemory
+from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import MemoryPoint, Profile
 from toolkit.laws.passes import PassLaw
@@ -130,7 +129,7 @@ def test_a_prefill_that_holds_activations_gets_a_workspace():
     fit = fit_memory(probes, FACTS)
     assert fit.form == "zeta"
     assert fit.workspace == pytest.approx(2.75, abs=0.2)
-    law = memory_from_fit(fit)
+    law = ZetaMemory(fit.capacity_tokens, fit.zeta, fit.workspace)
     for (length, steps), rows in zip(shapes, fits, strict=True):
         assert abs(int(law.max_batch(np.array([length]), steps, 0.0)[0]) - rows) <= 1
         assert not law.runs_out(rows - 1, length, steps, 0.0)
@@ -153,8 +152,7 @@ def test_rules_where_no_zeta_explains_the_probes():
         (500, 22),
         (0, 28),
     ]
-    law = memory_from_fit(fit)
-    assert isinstance(law, RuleMemory)
+    law = RuleMemory(tuple(fit.rules))
     for total, rows in table.items():
         assert law.max_batch(np.array([total - 16]), 16, 0.0).tolist() == [rows]
         assert not law.runs_out(rows, total - 16, 16, 0.0)
@@ -170,11 +168,11 @@ def test_an_unreached_edge_is_the_largest_batch_that_ran():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"sizes": (1, 2), "lengths": (16, 32)}, ("prefill", "4 points", "8")),
-        ({"lengths": (64,), "sizes": range(1, 10)}, ("prefill", "9 points", "length 64")),
-        ({"sizes": (4,), "lengths": range(1, 10)}, ("prefill", "9 points", "batch size 4")),
+        ({"sizes": (1, 2), "lengths": (16, 32)}, ("prefill", "points 4", "8")),
+        ({"lengths": (64,), "sizes": range(1, 10)}, ("prefill", "points 9", "lengths 1")),
+        ({"sizes": (4,), "lengths": range(1, 10)}, ("prefill", "points 9", "batch sizes 1")),
         ({"slices": 2}, ("overhead", "2 slices", "6")),
-        ({"memory": []}, ("memory", "1")),
+        ({"memory": []}, ("memory", "none")),
         ({"prefill": lambda size, length: 0.0}, ("prefill", "N=1, L=16", "0.0 s")),
         ({"decode": lambda size, length: -1.0}, ("decode", "N=1, L=16", "-1.0 s")),
         (
@@ -183,7 +181,7 @@ def test_an_unreached_edge_is_the_largest_batch_that_ran():
         ),
         (
             {"memory": [MemoryPoint(input_length=9, steps=1, largest_ok=0, smallest_oom=1)]},
-            ("memory", "9 tokens"),
+            ("memory", "lengths: 9"),
         ),
     ],
 )

@@ -68,18 +68,21 @@ def flat_to(law: LinearLaw, flat: float) -> LinearLaw:
 
 
 @given(laws, batches, st.floats(1e-6, 20))
-def test_flat_then_linear_decode_is_the_sum_over_steps(law, batch, flat):
+def test_flat_then_linear_decode_is_at_most_the_sum_over_steps(law, batch, flat):
+    """It is the sum, unless a slice begins flat and ends linear."""
     size, length, steps = batch
     found = flat_to(law, flat)
     expected = math.fsum(max(flat, law.decode_s(size, length + i, 1)) for i in range(steps))
-    assert found.decode_s(size, length, steps) == pytest.approx(expected)
-    assert pickle.loads(pickle.dumps(found)).decode_s(size, length, steps) == pytest.approx(
-        expected
-    )
+    own = found.decode_s(size, length, steps)
+    assert own <= expected * (1 + 1e-9)
+    ends = [law.decode_s(size, length + i, 1) for i in (0, max(steps - 1, 0))]
+    if flat >= max(ends) or flat <= min(ends):
+        assert own == pytest.approx(expected)
+    assert pickle.loads(pickle.dumps(found)).decode_s(size, length, steps) == own
 
 
 @given(laws, batches, st.floats(1e-6, 20), st.floats(0, 1), st.floats(0.5, 2))
-def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, stretch):
+def test_a_flat_law_s_table_equals_the_law(law, batch, flat, batch_s, stretch):
     size, length, tokens = batch
     found = flat_to(law, flat)
     for each, exact in (
@@ -93,12 +96,7 @@ def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, str
         assert len(table) == 5
         linear = table[:3] @ [1, length, length**2]
         flat_s = table[[3, 4, 2]] @ [1, length, length**2]
-        steps = found.iterations(tokens)
-        ends = [law.decode_s(size, length + i, 1) for i in (0, max(steps - 1, 0))]
-        if flat >= max(ends) or flat <= min(ends) or not steps:
-            assert max(linear, flat_s) == pytest.approx(exact)
-        else:
-            assert max(linear, flat_s) <= exact * (1 + 1e-9)
+        assert max(linear, flat_s) == pytest.approx(exact)
 
 
 @given(laws, batches, st.floats(0, 1), st.floats(0.5, 2))
@@ -145,8 +143,3 @@ def test_algorithm_2_as_the_paper_prints_it():
     totals = np.array([1, 512, 513, 1024, 1025, 2048])
     assert law.max_batch(totals - 1, 1, 0.0).tolist() == [28, 28, 22, 22, 12, 12]
     assert law.max_batch(np.array([100]), 28, 0.1).tolist() == [25], "less its reserve"
-
-
-def test_rules_that_do_not_descend_are_refused():
-    with pytest.raises(InputError, match=r"length_above \[0, 512, 1024\]"):
-        RuleMemory(DEEPSPEED_RULES[::-1])

@@ -18,7 +18,6 @@ from toolkit.estimators.gpu_operators import (
     experts_s,
     gemm_s,
     latent_decode_s,
-    measured_gpus,
     measured_operators,
     operators_of,
     reduce_s,
@@ -27,7 +26,6 @@ from toolkit.estimators.gpu_operators import (
 from toolkit.estimators.model_shapes import (
     AttentionShapes,
     DeltaShapes,
-    IndexShapes,
     LatentShapes,
     LayerShapes,
     Mixer,
@@ -85,7 +83,7 @@ def of_kernels(
     name: str, constants: EngineConstants | None = None, **tables: dict[str, Kernel]
 ) -> GpuOperators:
     """A GPU with other kernels."""
-    gpu = measured_operators(name)
+    gpu = measured_operators()[name]
     return replace(gpu, kernels={**gpu.kernels, **tables}, engine=constants or EngineConstants())
 
 
@@ -159,7 +157,7 @@ def test_a_pass_is_the_sum_of_its_operators() -> None:
 
 
 def test_decodes_beside_a_chunk_read_their_caches_more_slowly() -> None:
-    gpu = replace(measured_operators("h200_sxm"), engine=EngineConstants())  # launches nothing
+    gpu = replace(measured_operators()["h200_sxm"], engine=EngineConstants())  # launches nothing
     chunk = (1, 16, 128.0)
     alone = np.diff(gpu.pass_seconds(DENSE, [StepShape(8, 8 * 4096), StepShape(8, 8 * 65536)]))[0]
     shapes = [StepShape(8, 8 * 4096, *chunk), StepShape(8, 8 * 65536, *chunk)]
@@ -223,25 +221,25 @@ def test_a_pass_of_sparse_attention_is_the_sum_of_its_operators() -> None:
         sparse_decode=starting(bfloat16=10.0),
         sparse_chunk=starting(bfloat16=0.0),
     )
-    sizes = replace(MLA, index=IndexShapes(best=2048, heads=64, dim=128))
+    sizes = replace(MLA, index_heads=64, index_dim=128)
     model = dense_of(sizes)
     both = StepShape(1, 1024, 1, 2048, 2048 * 1024.0)
     for seconds in gpu.pass_seconds(model, [DECODE, PROMPT, both]):
         assert seconds == pytest.approx(32 * (5 + 2 + 10) + 1)
     with pytest.raises(InputError, match=r"sparse .*MLA.*rtx_pro"):
-        measured_operators("rtx_pro_6000_server").pass_seconds(model, [DECODE])
+        measured_operators()["rtx_pro_6000_server"].pass_seconds(model, [DECODE])
 
 
 @pytest.mark.parametrize("name", ["h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"])
 def test_beyond_the_best_tokens_a_step_reads_the_index_alone(name: str) -> None:
     """132 bytes a token, no faster than the memory is, and less than MLA reads of all."""
-    gpu = measured_operators(name)
-    sizes = replace(MLA, heads=16, index=IndexShapes(best=2048, heads=64, dim=128))
+    gpu = measured_operators()[name]
+    sizes = replace(MLA, heads=16, index_heads=64, index_dim=128)
     rows = [StepShape(64, 64 * n, decode_inside=64 * 2048) for n in (4096, 65536)]
     model = replace(dense_of(sizes), sorts=(LayerShapes(1, sizes),))
     index = np.diff(gpu.pass_seconds(model, rows))[0]
     assert index > 64 * 61440 * 132 / gpu.bandwidth
-    all_of_it = replace(model, sorts=(LayerShapes(1, replace(sizes, index=None)),))
+    all_of_it = replace(model, sorts=(LayerShapes(1, replace(sizes, index_heads=0)),))
     assert index < np.diff(gpu.pass_seconds(all_of_it, rows))[0] / 3
 
 
@@ -281,7 +279,7 @@ def test_a_pass_of_linear_attention_is_the_sum_of_its_operators() -> None:
 @pytest.mark.parametrize("name", ["h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"])
 def test_states_are_read_and_written_by_each_row(name: str) -> None:
     """Qwen3.5-27B's 3 MiB a layer, no faster than the memory is; GPUs divide them."""
-    gpu = measured_operators(name)
+    gpu = measured_operators()[name]
     rows = [StepShape(64, 64 * 1024), StepShape(128, 128 * 1024)]
     found = np.diff(delta_decode_s(gpu.kernels["delta"]["decodes"], np.array([64.0, 128.0]), DELTA))
     moved = 64 * 2 * (48 * 128 * 128 * 4 + 10240 * 4 * 2)
@@ -291,8 +289,8 @@ def test_states_are_read_and_written_by_each_row(name: str) -> None:
 
 
 def test_heads_of_other_sizes_are_refused_where_they_were_not_measured() -> None:
-    h200 = measured_operators("h200_sxm")
-    b200 = measured_operators("b200_sxm")
+    h200 = measured_operators()["h200_sxm"]
+    b200 = measured_operators()["b200_sxm"]
     long = dense_of(replace(ATTENTION, head_dim=512, value=512))
     assert b200.pass_seconds(long, [DECODE])[0] > 0
     with pytest.raises(InputError, match=r"keys of 512 .*bfloat16 on h200_sxm"):
@@ -310,14 +308,14 @@ def test_heads_of_other_sizes_are_refused_where_they_were_not_measured() -> None
 @pytest.mark.parametrize("name", ["a100_sxm", "l40s", "rtx_pro_6000_server"])
 def test_linear_attention_is_refused_where_it_was_not_measured(name: str) -> None:
     with pytest.raises(InputError, match=f"linear attention on {name}"):
-        measured_operators(name).pass_seconds(dense_of(DELTA), [DECODE])
+        measured_operators()[name].pass_seconds(dense_of(DELTA), [DECODE])
 
 
 @pytest.mark.parametrize("name", ["h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"])
 @pytest.mark.parametrize("cache_bytes", [1, 2])
 def test_each_gpu_has_the_whole_latent_cache(name: str, cache_bytes: int) -> None:
     """A token is read by 16 heads in as much time as by 64, no faster than the memory is."""
-    gpu = replace(measured_operators(name), engine=EngineConstants())
+    gpu = replace(measured_operators()[name], engine=EngineConstants())
     model = replace(dense_of(replace(MLA, heads=64)), cache_bytes=cache_bytes)
     shapes = [StepShape(8, 8 * 1024), StepShape(8, 8 * 65536)]
     alone, shared = (np.diff(gpu.pass_seconds(model, shapes, ranks))[0] for ranks in (1, 4))
@@ -326,7 +324,7 @@ def test_each_gpu_has_the_whole_latent_cache(name: str, cache_bytes: int) -> Non
 
 
 def test_layers_with_windows_read_what_is_inside() -> None:
-    gpu = measured_operators("h200_sxm")
+    gpu = measured_operators()["h200_sxm"]
     inner = 14336
     full_layers = LayerShapes(8, ATTENTION, inner)
     windowed = model_of(full_layers, LayerShapes(24, replace(ATTENTION, window=128), inner))
@@ -345,16 +343,16 @@ def test_our_own_h200_run() -> None:
     constants of the H200 are of servers in fp8; its prompts in 16 bits come out 21 % too slow
     (docs/results/scoreboard.md, what misses).
     """
-    gpu = measured_operators("h200_sxm")
+    gpu = measured_operators()["h200_sxm"]
     found = gpu.pass_seconds(DENSE, [DECODE, StepShape(96, 96 * 1024), PROMPT])
     assert found[:2] == pytest.approx([5.07e-3, 9.07e-3], rel=0.15)
     assert found[2] == pytest.approx(48e-3, rel=0.25)
 
 
-@pytest.mark.parametrize("name", measured_gpus())
+@pytest.mark.parametrize("name", measured_operators())
 def test_every_gpu_gives_sane_passes(name: str) -> None:
     """No faster than the data sheet allows, and no more than three times as slow."""
-    gpu = measured_operators(name)
+    gpu = measured_operators()[name]
     decode, prompt = gpu.pass_seconds(DENSE, [StepShape(1, 0), PROMPT])
     weights = 2 * 7.5e9
     assert 1.0 < decode / (weights / gpu.bandwidth) < 3.0
@@ -364,7 +362,7 @@ def test_every_gpu_gives_sane_passes(name: str) -> None:
 
 
 def test_a_gpu_by_its_name_and_its_data_sheet() -> None:
-    assert operators_of("H200", 4.8e12, 989e12, 450e9) == measured_operators("h200_sxm")
+    assert operators_of("H200", 4.8e12, 989e12, 450e9) == measured_operators()["h200_sxm"]
     assert operators_of("NVIDIA A100-SXM4-80GB", 2.039e12, 312e12).name == "a100_sxm"
 
 
@@ -397,11 +395,11 @@ def test_the_catalogue_says_which_gpus_were_measured() -> None:
     assert {name for name, known in found.items() if known} == {
         gpu.name for gpu in GPUS.values() if gpu.measured
     }
-    assert set(measured_gpus()) == set(found.values()) - {""}
+    assert set(measured_operators()) == set(found.values()) - {""}
 
 
 def test_what_was_not_measured_is_refused_by_name() -> None:
-    a100 = measured_operators("a100_sxm")
+    a100 = measured_operators()["a100_sxm"]
     with pytest.raises(InputError, match=r"GEMMs.*fp8.*a100_sxm"):
         a100.pass_seconds(dense_of(ATTENTION, "fp8"), [DECODE])
     with pytest.raises(InputError, match="3 GPUs"):
@@ -410,7 +408,7 @@ def test_what_was_not_measured_is_refused_by_name() -> None:
         a100.pass_seconds(model_of(replace(EXPERTS, expert_weights="nvfp4")), [DECODE])
     with pytest.raises(InputError, match=r"MLA.*bfloat16.*a100_sxm"):
         a100.pass_seconds(LATENT, [DECODE])
-    pro = measured_operators("rtx_pro_6000_server")
+    pro = measured_operators()["rtx_pro_6000_server"]
     with pytest.raises(InputError, match=r"MLA.*fp8.*rtx_pro"):
         pro.pass_seconds(replace(LATENT, cache_bytes=1), [DECODE])
     with pytest.raises(InputError, match=r"fp8.*a100_sxm"):

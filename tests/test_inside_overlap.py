@@ -19,10 +19,9 @@ from toolkit.profiling.run import with_sampler
 LAW = PassLaw(
     {
         "pass_alone": 5e-3,
-        "token_alone": 1e-5,
+        "row_alone": 1e-5,
         "cached_alone": 3e-8,
-        "pass_least": 5e-3,
-        "token_arithmetic": 2e-5,
+        "token_mixed": 2e-5,
         "attended": 1e-9,
         "cached_beside": 5e-8,
         "graph": 3e-3,

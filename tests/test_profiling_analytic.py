@@ -217,7 +217,7 @@ def test_without_planning_ahead_the_host_works_between_two_passes():
     assert slow
     assert own.async_scheduling
     assert own.law.after_s(64) == 0.0
-    constants = measured_operators("a100_sxm").engine
+    constants = measured_operators()["a100_sxm"].engine
     assert not slow.async_scheduling
     assert slow.law.terms["host"] == pytest.approx(constants.host_s)
     assert slow.law.terms["host_row"] == pytest.approx(constants.host_row_s)

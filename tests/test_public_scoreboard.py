@@ -60,12 +60,12 @@ def test_a_server_that_was_measured_repeatedly_counts_once() -> None:
     assert found["all"]["servers"] == 2
     assert found["all"]["tokens_max"] == 1024 + 128
     [group] = found["groups"]
-    assert (group["gpu"], group["experts"], group["servers"]) == ("h100_sxm", False, 2)
+    assert (group["gpu"], group["experts"], group["errors"]["servers"]) == ("h100_sxm", False, 2)
     assert group["models"] == ["Qwen3-32B"]
-    assert group["tpot_percent"] == pytest.approx(9.0)  # of 15 and 3
-    assert group["ttft_percent"] == pytest.approx(3.5)
-    assert group["tpot_low_percent"] == pytest.approx(-13.2)
-    assert group["tpot_high_percent"] == pytest.approx(1.2)
+    assert group["errors"]["tpot_percent"] == pytest.approx(9.0)  # of 15 and 3
+    assert group["errors"]["ttft_percent"] == pytest.approx(3.5)
+    assert group["errors"]["tpot_low_percent"] == pytest.approx(-13.2)
+    assert group["errors"]["tpot_high_percent"] == pytest.approx(1.2)
     assert found["left_out"] == []  # no constants without this model
 
 

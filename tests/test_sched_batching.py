@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import bilinear_law
+from benchmarks.common.samples import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min

@@ -6,7 +6,8 @@ from around import Around
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import LinearSwap, bilinear_law
+from benchmarks.common.samples import bilinear_law
+from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.memory import footprint_of
 from toolkit.sched.policies import make_policy

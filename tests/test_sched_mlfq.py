@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.common.samples import bilinear_law
 from benchmarks.papers import fastserve_jct as bench
 from toolkit.errors import InputError
-from toolkit.estimators.laws import LinearSwap, bilinear_law
+from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.mlfq import NEVER, FeedbackQueues

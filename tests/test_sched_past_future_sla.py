@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.common.samples import bilinear_law
 from toolkit.errors import InputError
-from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler

@@ -2,7 +2,8 @@
 
 import pytest
 
-from toolkit.estimators.laws import LinearSwap, bilinear_law, unit_step
+from benchmarks.common.samples import bilinear_law
+from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler

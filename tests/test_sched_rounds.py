@@ -3,8 +3,9 @@
 import pytest
 from said import says
 
+from benchmarks.common.samples import bilinear_law
 from toolkit.errors import InputError
-from toolkit.estimators.laws import bilinear_law, unit_step
+from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import ORACLES, make_policy, refuse_oracle
 from toolkit.sched.scheduler import Scheduler

@@ -5,7 +5,7 @@ import math
 import pytest
 from said import says
 
-from toolkit.estimators.laws import bilinear_law
+from benchmarks.common.samples import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler

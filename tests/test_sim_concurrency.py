@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_sim_contract import CASES, world
 from test_sim_replicas import POLICY, same
 
+from benchmarks.common.samples import bilinear_law
 from toolkit.errors import InputError
-from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.routing.routers import make_router
 from toolkit.routing.simple import RoundRobinRouter

@@ -8,8 +8,9 @@ from around import Around
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common.samples import bilinear_law
 from toolkit.errors import InputError
-from toolkit.estimators.laws import LinearSwap, bilinear_law
+from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import samples
 
+from toolkit.estimators.laws import LinearLaw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sim.api import simulate
@@ -64,8 +65,8 @@ def test_only_clients_of_a_server_elsewhere_wait_for_http():
     world = world_from_fit(served, workers=1, max_new_tokens=64).under(
         make_policy("aggressive", {})
     )
-    law = laws_from_fit(served).engine
-    step_s = laws_from_fit(served).engine.decode_s(1, 0.0, 1)
+    law = LinearLaw(served.prefill.law, served.decode.law, served.engine.prefill_emits_token)
+    step_s = law.decode_s(1, 0.0, 1)
     assert world.front_s == pytest.approx(law.prefill_s(1, 0.0) - step_s)
     assert world.front_s > 0.4
     assert world.latency.prefill_s(1, 0.0) == pytest.approx(step_s), (
@@ -82,5 +83,6 @@ def test_laws_of_timed_passes_have_no_front_in_them():
     fit = samples.paged_fit()
     assert fit.steps is not None
     laws = laws_from_fit(fit)
-    assert laws.rounds.prefill_s(1, 64) == laws.engine.prefill_s(1, 64)
+    engine = LinearLaw(fit.prefill.law, fit.decode.law, prefill_emits_token=True)
+    assert laws.rounds.prefill_s(1, 64) == engine.prefill_s(1, 64)
     assert laws.front_s == fit.steps.front_s

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import samples
 
-from toolkit.estimators.laws import bilinear_law
+from benchmarks.common.samples import bilinear_law
+from toolkit.estimators.laws import LinearLaw
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import OverheadFit, RoundsFit
@@ -64,7 +65,7 @@ FIT = samples.fit().model_copy(
 
 def test_the_law_of_rounds_is_the_parts_stretched():
     laws = laws_from_fit(FIT)
-    engine = laws.engine
+    engine = LinearLaw(FIT.prefill.law, FIT.decode.law, FIT.engine.prefill_emits_token)
     rounds = laws.rounds
     assert rounds.prefill_s(3, 50) == pytest.approx(
         2 * (engine.prefill_s(3, 50) + 1e-3 + 3 * 2e-3 + 150 * 3e-6)

@@ -15,9 +15,9 @@ import httpx
 import msgspec
 import samples
 
+from benchmarks.common.samples import bilinear_law
 from toolkit.engines.protocol import EnginePass, FinishReason, PassOutput, Row, StepOutput
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
-from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.policies import make_policy

@@ -20,7 +20,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from toolkit.estimators.laws import LinearSwap, bilinear_law
+from benchmarks.common.samples import bilinear_law
+from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.laws.passes import PassLaw, PassRange
 from toolkit.sched.eventlog import Event, RecordingScheduler, to_line

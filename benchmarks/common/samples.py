@@ -1,6 +1,7 @@
-"""A small recipe and a fit, fixed, for tests and benchmarks. The numbers are made up."""
+"""A small recipe, a fit and laws, fixed, for tests and benchmarks. The numbers are made up."""
 
 import toolkit
+from toolkit.estimators.laws import LinearLaw
 from toolkit.files.fit import (
     Fit,
     LawFit,
@@ -16,6 +17,21 @@ ENVIRONMENT = Environment(
     python="3.11", platform="test", processor="test", cpu_count=2, packages={}, device="cpu"
 )
 ERROR = HeldOutError(median_percent=1.0, p95_percent=2.0, worst_percent=3.0, points=10)
+
+
+def bilinear_law(
+    p: tuple[float, float, float, float],
+    d: tuple[float, float, float, float],
+    prefill_emits_token: bool = False,
+) -> LinearLaw:
+    """Return Eq. 3 and 4 as the SCLS paper writes them: p = (p1..p4) and d = (d1..d4), in seconds
+    per N*L, per N, per L, and constant.
+    """
+    return LinearLaw(
+        PassLaw(dict(zip(("token", "row", "length", "pass"), p, strict=True))),
+        PassLaw(dict(zip(("cached", "row", "length", "pass"), d, strict=True))),
+        prefill_emits_token,
+    )
 
 
 def latency(term: str, nl: float, n: float, l: float, const: float) -> LawFit:  # noqa: E741

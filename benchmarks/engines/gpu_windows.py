@@ -158,7 +158,7 @@ def errors_of(fit: Fit) -> list[dict[str, Any]]:
 
 def standard_errors(passes: PassSequence) -> list[tuple[str, float, float]]:
     """Return each coefficient of a law that is not 0, with its standard error in percent."""
-    law = fit_law(passes)
+    law = fit_law(passes, np.ones(len(passes.seconds), dtype=bool))
     part = np.random.default_rng(0).permutation(passes.point[-1] + 1) % PARTS
     parts = [fit_law(passes, part[passes.point] != number) for number in range(PARTS)]
     found = []

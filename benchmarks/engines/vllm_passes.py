@@ -118,11 +118,9 @@ def timed_case(seed: int) -> dict[str, Any]:
     sizes = draw.choice([[], [1, 2, 4], [1, 2, 4, 8, 16, 32]])
     scale_s = {
         "pass_alone": 6e-3,
-        "token_alone": 2e-4,
+        "row_alone": 2e-4,
         "cached_alone": 2e-5,
-        "pass_least": 6e-3,
-        "token_least": 1e-4,
-        "token_arithmetic": 4e-4,
+        "token_mixed": 4e-4,
         "attended": 1e-6,
         "cached_beside": 4e-5,
         "graph": 6e-3,

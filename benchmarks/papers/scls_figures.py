@@ -25,7 +25,8 @@ from statistics import fmean
 
 from benchmarks.common.command import make_parser, over_seeds
 from benchmarks.common.results_file import markdown
-from toolkit.estimators.laws import LinearLaw, bilinear_law
+from benchmarks.common.samples import bilinear_law
+from toolkit.estimators.laws import LinearLaw
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.files.fit import BatchRule
 from toolkit.sched.policies import make_policy

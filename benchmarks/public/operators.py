@@ -48,7 +48,6 @@ from toolkit.estimators.least_squares import Floats
 from toolkit.estimators.model_shapes import (
     ACTIVATION_BYTES,
     DeltaShapes,
-    IndexShapes,
     LatentShapes,
 )
 
@@ -524,10 +523,11 @@ def gemms_s(
 
 
 # Of the models with sparse attention that were measured, by their names in the data.
+BEST_TOKENS = 2048  # that sparse attention attends to
 SPARSE = {
     "deepseek-ai/DeepSeek-V3.2": (
         7168,
-        replace(LATENT, index=IndexShapes(best=2048, heads=64, dim=128)),
+        replace(LATENT, index_heads=64, index_dim=128),
     ),
     "zai-org/GLM-5": (
         6144,
@@ -536,7 +536,8 @@ SPARSE = {
             plain=192,
             value=256,
             query_rank=2048,
-            index=IndexShapes(best=2048, heads=32, dim=128),
+            index_heads=32,
+            index_dim=128,
         ),
     ),
 }
@@ -566,7 +567,7 @@ class SparseModules:
 
     @property
     def index_heads(self) -> Floats:
-        return np.array([_index_of(name).heads for name in self.model], dtype=float)
+        return np.array([SPARSE[name][1].index_heads for name in self.model], dtype=float)
 
     def reads(self, indexed: Floats) -> tuple[Floats, Floats, Floats, Floats]:
         """Return what `sparse_s` takes, given the tokens that the index reads [n]."""
@@ -574,12 +575,6 @@ class SparseModules:
 
     def some(self, rows: np.ndarray[Any, Any]) -> SparseModules:
         return SparseModules(*(getattr(self, one.name)[rows] for one in fields(self)))
-
-
-def _index_of(name: str) -> IndexShapes:
-    index = SPARSE[name][1].index
-    assert index is not None
-    return index
 
 
 def sparse_modules(data: Path, gpu: str, phase: str, cache: str, gemm: Kernel) -> SparseModules:
@@ -596,12 +591,11 @@ def sparse_modules(data: Path, gpu: str, phase: str, cache: str, gemm: Kernel) -
     model = table["model"][rows]
     tokens = batch * length
     known = fit_plain(data).value.seconds(tokens, heads)
-    best = np.array([_index_of(name).best for name in model], dtype=float)
     if phase == "generation":
-        attended, inside = batch * before, batch * np.minimum(before, best)
+        attended, inside = batch * before, batch * np.minimum(before, BEST_TOKENS)
     else:
         attended = tokens * (before + length / 2)
-        inside = tokens * np.minimum(before + length / 2, best + 1)
+        inside = tokens * np.minimum(before + length / 2, BEST_TOKENS + 1)
     for name, (hidden, sizes) in SPARSE.items():
         at = model == name
         m, own = tokens[at], heads[at]
@@ -786,6 +780,7 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
         uneven=decode.uneven,
         engine=EngineConstants(),
         source=f"vLLM {version}, ai-dynamo/aiconfigurator {COMMIT[:8]} (Apache-2.0)",
+        names=tuple(GPUS[gpu][1]),
     )
     of_latent = [one for both in (*latent.values(), *sparse.values()) for one in both]
     attention = [decode.fitted, chunk, *of_latent, *delta]
@@ -808,7 +803,7 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
                 "bandwidth": one.bandwidth,
                 "flops": one.flops,
                 "link": one.link,
-                "names": GPUS[name][1],
+                "names": list(one.names),
                 "family": family_of(name),
                 "source": one.source,
                 "beside": one.beside,

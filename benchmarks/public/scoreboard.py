@@ -268,12 +268,12 @@ def errors_of_servers(answers: Iterable[Answer]) -> dict[str, Any]:
                 "gpu": gpu,
                 "experts": experts,
                 "models": sorted({one.model for one in group}),
-                **spread_of(group),
+                "errors": spread_of(group),
             }
             for (gpu, experts), group in sorted(groups.items())
         ],
         "left_out": [
-            {"experts": kind, **spread_of(group, "left_")}
+            {"experts": kind, "errors": spread_of(group, "left_")}
             for kind, group in classes.items()
             if group
         ],

@@ -151,8 +151,7 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     another batch or runs again after a crash draws the same tokens. So few bits, that the product
     with a sum in 64 bits stays below the sum.
 
-    It is `toolkit.estimators.memory.mix` for tensors of 64-bit integers: torch's products wrap
-    around.
+    It is SplitMix64 over tensors of 64-bit integers: torch's products wrap around.
     """
     state = _finish(seeds + _GAMMA)
     state = _finish((state ^ positions) + _GAMMA)
@@ -174,7 +173,7 @@ def _signed(word: int) -> int:
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-# The numbers of SplitMix64, as in `toolkit.estimators.memory.mix`.
+# The numbers of SplitMix64.
 _GAMMA = _signed(0x9E3779B97F4A7C15)
 _FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 

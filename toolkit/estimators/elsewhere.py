@@ -36,7 +36,7 @@ def measured_elsewhere(gpu: str, recipe: Recipe, *, experts: bool) -> AnalyticEr
     """Return the errors of predictions for servers like the recipe's.
 
     Args:
-        gpu: the name in `measured_gpus`.
+        gpu: the name in `measured_operators`.
         experts: whether the model has experts.
     """
     content = read_json(FILE)
@@ -47,16 +47,12 @@ def measured_elsewhere(gpu: str, recipe: Recipe, *, experts: bool) -> AnalyticEr
     return AnalyticError(
         experts=experts,
         gpu=gpu,
-        here=_spread(group) if group else None,
+        here=ErrorSpread(**group["errors"]) if group else None,
         models=models,
         listed=any(is_of_model(recipe.model.source, model) for model in models),
-        left_out=_spread(classes[experts]),
+        left_out=ErrorSpread(**classes[experts]["errors"]),
         beyond=_beyond(recipe, content["all"]),
     )
-
-
-def _spread(group: dict[str, Any]) -> ErrorSpread:
-    return ErrorSpread(**{key: group[key] for key in ErrorSpread.model_fields})
 
 
 def _beyond(recipe: Recipe, reach: dict[str, Any]) -> list[str]:

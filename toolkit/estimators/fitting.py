@@ -42,15 +42,14 @@ def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -
     known = {profile.steps.draft_tokens if profile.steps else 0}
     found = []
     for other in others:
-        if other.steps is None or profile.steps is None:
-            raise InputError(
-                f"a profile of {other.recipe_name} has no passes",
-                "profiles of engine vllm have them",
-            )
-        if other.recipe_name != profile.recipe_name or other.engine.dtype != profile.engine.dtype:
+        if (
+            other.steps is None
+            or other.recipe_name != profile.recipe_name
+            or other.engine.dtype != profile.engine.dtype
+        ):
             raise InputError(
                 f"a profile of {other.recipe_name} beside one of {profile.recipe_name}",
-                "give profiles of one recipe: llmctl profile RECIPE --drafts N",
+                "give profiles of one recipe of engine vllm: llmctl profile RECIPE --drafts N",
             )
         steps = fit_steps(other.steps, seed)
         if steps.draft_tokens in known:
@@ -102,7 +101,15 @@ def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LawFit:
     Raises InputError if there are too few points, batch sizes or lengths, or a point without a
     sample, or one that took no time.
     """
-    _check_grid(name, grid)
+    sizes = {n for n, _, _ in grid}
+    lengths = {length for _, length, _ in grid}
+    if len(grid) < POINTS_MIN or len(sizes) < 2 or len(lengths) < 2:
+        raise InputError(
+            f"{name}: measured points {len(grid)}, batch sizes {len(sizes)}, lengths "
+            f"{len(lengths)}; needed are {POINTS_MIN}, 2 and 2",
+            "profile.batch_sizes, input_lengths or cached_lengths in the recipe need more values; "
+            "then: llmctl profile RECIPE",
+        )
     seconds = typical_seconds((f"{name} at N={n}, L={length}", own) for n, length, own in grid)
     if name == "prefill":
         shapes = [StepShape(0, 0, n, n * long, n * chunk_attended(0, long)) for n, long, _ in grid]
@@ -111,26 +118,8 @@ def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LawFit:
         shapes = [StepShape(n, n * length) for n, length, _ in grid]
         form = PassLaw(dict.fromkeys(DECODE_TERMS, 0.0), flat_s=1.0)
     law = fit_terms(form, shapes, seconds, seed)
-    sizes, lengths, _ = zip(*grid, strict=True)
     valid = PassRange(rows_max=max(sizes), length_max=max(lengths))
     return LawFit(law=replace(law, valid=valid))
-
-
-def _check_grid(name: Name, grid: Sequence[GridPoint]) -> None:
-    lengths = "input_lengths" if name == "prefill" else "cached_lengths"
-    remedy = "profile.{} in the recipe needs more values; then: llmctl profile RECIPE"
-    if len(grid) < POINTS_MIN:
-        raise InputError(
-            f"{name}: {len(grid)} points measured, at least {POINTS_MIN} are needed",
-            remedy.format(lengths),
-        )
-    for place, what, key in ((0, "batch size", "batch_sizes"), (1, "length", lengths)):
-        values = {point[place] for point in grid}
-        if len(values) < 2:
-            message = (
-                f"{name}: all {len(grid)} points have {what} {values.pop()}, at least 2 are needed"
-            )
-            raise InputError(message, remedy.format(key))
 
 
 def overhead_of_slices(slices: Sequence[SlicePoint], law: LinearLaw, seed: int) -> OverheadFit:

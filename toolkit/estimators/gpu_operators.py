@@ -315,6 +315,7 @@ class GpuOperators:
         uneven: whether it was measured for heads with values shorter than keys, too.
         engine: what no kernel tells.
         source: where the coefficients come from, for readers.
+        names: words of which a name of this GPU has one, in small letters without signs.
     """
 
     name: str
@@ -327,6 +328,7 @@ class GpuOperators:
     uneven: bool
     engine: EngineConstants
     source: str
+    names: tuple[str, ...]
 
     def pass_seconds(
         self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int = 1
@@ -416,10 +418,10 @@ class GpuOperators:
         heads = mixer.heads // ranks
         tokens = passes.prefill_tokens
         attended = passes.prefill_attended
-        if mixer.index is not None:
+        if mixer.index_heads:
             law = self._kernel("sparse_decode", dtype, f"sparse {what}")
             chunks = self.kernels["sparse_chunk"][dtype]
-            pairs = attended * mixer.index.heads
+            pairs = attended * mixer.index_heads
             seconds = law.seconds(start_s=1.0, head_s=heads)
             seconds = seconds + sparse_s(
                 law, passes.decodes, passes.decode_cached, passes.decode_inside, heads
@@ -534,21 +536,25 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def measured_gpus() -> list[str]:
-    """The GPUs with measured operators."""
-    return list(read_json(TABLE)["gpus"])
-
-
-def measured_operators(name: str) -> GpuOperators:
-    """The operators of a GPU of `measured_gpus`, with the constants of an engine on its family."""
+@cache
+def measured_operators() -> dict[str, GpuOperators]:
+    """Return the operators of each GPU that was measured, with the constants of an engine on its
+    family.
+    """
     table = read_json(TABLE)
-    one = table["gpus"][name]
-    about = {
-        "name": name,
-        "engine": table["engine"]["constants"][one["family"]],
-        "source": f"operators measured on {name}, {one['source']}",
+    constants = table["engine"]["constants"]
+    return {
+        name: msgspec.convert(
+            one
+            | {
+                "name": name,
+                "engine": constants[one["family"]],
+                "source": f"operators measured on {name}, {one['source']}",
+            },
+            GpuOperators,
+        )
+        for name, one in table["gpus"].items()
     }
-    return msgspec.convert(one | about, GpuOperators)
 
 
 SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU
@@ -564,14 +570,13 @@ def operators_of(
     Raises `InputError` for a GPU that was not measured: another name, or another card of a family.
     """
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
-    for known, one in read_json(TABLE)["gpus"].items():
-        if any(word in plain for word in one["names"]):
-            found = measured_operators(known)
+    for found in measured_operators().values():
+        if any(word in plain for word in found.names):
             own = (found.bandwidth, found.flops, found.link)
             pairs = zip((bandwidth, flops, link or found.link), own, strict=True)
             if all(abs(math.log(wanted / its)) < SAME for wanted, its in pairs):
                 return found
             break
-    measured = ", ".join(measured_gpus())
+    measured = ", ".join(measured_operators())
     problem = f"operators of {name} were not measured, so no laws can be computed for it"
     raise InputError(problem, f"measured: {measured}; else {MEASURE}")

@@ -11,7 +11,6 @@ of swapping (`LinearSwap`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,21 +22,9 @@ from toolkit.laws.features import StepShape
 from toolkit.laws.passes import PassLaw
 from toolkit.sched.types import LatencyLaw
 
-# A search over slice lengths needs one table per trial and never returns to an old one.
-TABLES_KEPT = 64
 # The terms that have a closed form of their sum over the steps of a slice.
 PREFILL_TERMS = ("pass", "row", "length", "token", "attended")
 DECODE_TERMS = ("pass", "row", "length", "cached")
-
-
-def steps_s(flat: float, before: float, slope: float, steps: int) -> float:
-    """Sum of max(flat, before + slope * i) over i = 1..steps, in closed form."""
-    if before + slope * steps <= flat:
-        return steps * flat
-    # Steps 1..under take the flat time. Where the slope is 0, all are over it.
-    under = max(math.ceil((flat - before) / slope) - 1, 0) if flat > before else 0
-    over = steps - under
-    return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
 
 
 @dataclass(frozen=True)
@@ -101,13 +88,15 @@ class LinearLaw(LatencyLaw):
         return seconds if start else self.batch_s + seconds
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
+        """Seconds of `steps` decode steps. Steps that begin flat and end linear count as their mean
+        length, and so a little less than they take.
+        """
         fixed_s, row_s, length_s, cached_s = self._decode
         fixed_s += row_s * batch_size
         slope = cached_s * batch_size + length_s
+        mean_s = fixed_s + slope * (input_length + (steps + 1) * 0.5)
         flat_s = self.decode.flat_s
-        if not flat_s:
-            return steps * (fixed_s + slope * (input_length + (steps + 1) * 0.5))
-        return steps_s(flat_s, fixed_s + slope * input_length, slope, steps)
+        return steps * (mean_s if mean_s > flat_s else flat_s)
 
     def leave_s(self, length: float) -> float:
         return self.leaving[0] + self.leaving[1] * length
@@ -137,8 +126,8 @@ class LinearLaw(LatencyLaw):
         """T_serve as coefficients of 1, L and L^2: a read-only array [3, max_batch_size + 1].
 
         Column 0 is unused. If decode steps have a flat part, there are two rows more: the
-        coefficients of 1 and L where all steps of the slice are flat. T_serve is then the larger of
-        the two; that is exact unless a slice begins flat and ends linear, and then a little low.
+        coefficients of 1 and L where the steps of the slice are flat. T_serve is then the larger of
+        the two.
         """
         key = (max_batch_size, steps)
         if key not in self._tables:
@@ -155,31 +144,14 @@ class LinearLaw(LatencyLaw):
             if self.decode.flat_s:
                 rows += [fixed + iterations * self.decode.flat_s, slope]
             table = np.array(rows)
-            if len(self._tables) >= TABLES_KEPT:
-                self._tables.clear()
             table.flags.writeable = False
             self._tables[key] = table
         return self._tables[key]
 
 
-def bilinear_law(
-    p: tuple[float, float, float, float],
-    d: tuple[float, float, float, float],
-    prefill_emits_token: bool = False,
-) -> LinearLaw:
-    """Eq. 3 and 4 as the paper writes them: p = (p1..p4) and d = (d1..d4), in seconds per N*L, per
-    N, per L, and constant.
-    """
-    return LinearLaw(
-        PassLaw(dict(zip(("token", "row", "length", "pass"), p, strict=True))),
-        PassLaw(dict(zip(("cached", "row", "length", "pass"), d, strict=True))),
-        prefill_emits_token,
-    )
-
-
 def unit_step() -> LinearLaw:
-    """A clock that counts decode steps: each takes 1, prefill takes 0."""
-    return bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0))
+    """Return a clock that counts decode steps: each takes 1, prefill takes 0."""
+    return LinearLaw(PassLaw({}), PassLaw({"pass": 1.0}), prefill_emits_token=False)
 
 
 def law_of_parts(engine: LinearLaw, join: PassLaw, leave: PassLaw, grow: PassLaw) -> LinearLaw:
@@ -223,26 +195,20 @@ class RoundsByPass(LatencyLaw):
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of chunks from `start` to `end` tokens, [batch_size] at once."""
         law = self.law
-        new = end - start
-        attended = batch_size * new * (start + new / 2)
-        tokens = round(batch_size * new)
-        shape = StepShape(0, 0, batch_size, tokens, attended, round(batch_size * start))
+        tokens = batch_size * (end - start)
+        attended = tokens * (start + end) / 2
+        shape = StepShape(0, 0, batch_size, round(tokens), attended, round(batch_size * start))
         alone = StepShape(1, 0)
         decodes_s = law.gpu_s(alone)
         launches_s = law.launch_s(shape) + law.launch_s(alone)
-        both_s = max(decodes_s + law.gpu_s(shape), launches_s)
-        return both_s - decodes_s + law.after_s(batch_size)
+        return max(law.gpu_s(shape), launches_s - decodes_s) + law.after_s(batch_size)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Seconds of `steps` decode steps of rows that have `input_length` tokens before them."""
-        if steps <= 0:
-            return 0.0
-        law = self.law
-        first = StepShape(batch_size, round(batch_size * (input_length + 1)))
-        growth_s = law.growth_s(first)  # of each step over the one before
-        before_s = law.gpu_s(first) - growth_s
-        passes_s = steps_s(law.launch_s(first), before_s, growth_s, steps)
-        return passes_s + steps * law.after_s(batch_size)
+        """Seconds of `steps` decode steps of rows that have `input_length` tokens before them: of
+        their mean length, as `LinearLaw.decode_s`.
+        """
+        cached = round(batch_size * (input_length + (steps + 1) * 0.5))
+        return steps * self.law.step_s(StepShape(batch_size, cached))
 
     def times(self, factor: float) -> RoundsByPass:
         """Return the law of passes that take `factor` times as long."""

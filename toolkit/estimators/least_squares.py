@@ -34,12 +34,10 @@ HELD_OUT_PARTS = 5
 TYPICAL_MAX = 1.5  # times the median (or the law): how much a longer sample counts
 SAMPLES_COUNTED_MAX = 16  # of a point of passes: one with more weighs no more
 CLIP_ROUNDS = 4  # of fitting passes and clipping them
-SINGULAR = 1e-6  # of the largest singular value: a smaller one does not count
-FLAT_POINTS_MIN = 3
-LINEAR_POINTS_MIN = 3
+SINGULAR = 1e-6  # beside columns of length 1: what keeps the inverse of equal columns finite
+LEAST_POINTS = 3  # of a flat part, and of a linear one
 OUTLIER = 3.0  # times a line: how much a longer time counts
 LINE_ROUNDS = 12  # of fitting a line and clipping
-LEAST_ERROR_S = 1e-3  # of a time in the front: scheduling of the machine's processes
 STRETCH_MIN = 1e-3
 
 
@@ -109,19 +107,15 @@ def solve_passes(
 
 def standard_deviations(columns: Floats, seconds: Floats, predicted: Floats) -> Floats:
     """Return the standard deviation of each coefficient [k] of a fit to relative residuals, by how
-    far its predictions are off; infinity for a column that others can replace or that is empty.
+    far its predictions are off; that of a column that others can replace is beyond any bound.
     """
-    noise = float(np.sqrt(np.mean(np.square(np.minimum(seconds / predicted, TYPICAL_MAX) - 1.0))))
+    noise = np.sqrt(np.mean(np.square(np.minimum(seconds / predicted, TYPICAL_MAX) - 1.0)))
     relative = columns / seconds[:, None]
-    seen = np.any(columns > 0.0, axis=0)
-    scale = np.linalg.norm(relative[:, seen], axis=0)
-    unit = relative[:, seen] / scale
-    inverse = np.linalg.pinv(unit, rcond=SINGULAR)
-    replaced = 1.0 - (inverse * unit.T).sum(axis=1) > SINGULAR  # of what it explains by itself
-    found: Floats = np.full(columns.shape[1], math.inf)
-    deviation = noise * np.linalg.norm(inverse, axis=1) / scale
-    found[seen] = np.where(replaced, math.inf, deviation)
-    return found
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0.0] = 1.0
+    unit = relative / scale
+    inverse = np.linalg.inv(unit.T @ unit + SINGULAR**2 * np.eye(len(scale)))
+    return np.asarray(noise * np.sqrt(np.diag(inverse)) / scale, dtype=np.float64)
 
 
 def predict_held_out(count: int, predict: Callable[[Rows, Rows], Floats], seed: int) -> Floats:
@@ -200,8 +194,8 @@ def least_law(
         predicted = np.maximum(columns @ values, flat_s)
         return float(np.square(predicted / seconds - 1.0).sum())
 
-    most = len(seconds) - LINEAR_POINTS_MIN if form.flat_s else 0
-    tried = map(flat_below, (0, *range(FLAT_POINTS_MIN, most + 1)))
+    most = len(seconds) - LEAST_POINTS if form.flat_s else 0
+    tried = map(flat_below, (0, *range(LEAST_POINTS, most + 1)))
     values, flat_s = min(tried, key=error)
     return replace(form.with_values(values.tolist()), flat_s=flat_s)
 
@@ -232,18 +226,16 @@ def fit_overhead(times: Sequence[Floats], seed: int) -> OverheadFit:
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
-def line_in_rows(rows: Floats, seconds: Floats, uncertain_s: Floats) -> tuple[float, float]:
-    """Return a constant and the seconds per row, both >= 0, by weighted least squares.
+def line_in_rows(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return a constant and the seconds per row, both >= 0, by least squares, given the rows and
+    the seconds of each point.
 
     Another program may have used the machine, so a time counts as at most three times the line.
-    `uncertain_s` [n]: each time is right in the mean only, evenly within half of that on either
-    side.
     """
-    weight = 1.0 / np.sqrt(LEAST_ERROR_S**2 + uncertain_s**2 / 12)
-    columns = np.stack([np.ones(len(rows)), rows], axis=1)
+    rows, seconds = np.array(points, dtype=float).T
+    columns = np.stack([np.ones_like(rows), rows], axis=1)
     counted = seconds
     for _ in range(LINE_ROUNDS):
-        (constant_s, row_s), _ = nnls(columns * weight[:, None], counted * weight)
-        line = constant_s + row_s * rows
-        counted = np.minimum(seconds, OUTLIER * line + uncertain_s / 2)
-    return float(constant_s), float(row_s)
+        line, _ = nnls(columns, counted)
+        counted = np.minimum(seconds, OUTLIER * (columns @ line))
+    return float(line[0]), float(line[1])

@@ -13,7 +13,7 @@ from toolkit.estimators.laws import (
     swap_from_fit,
 )
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
-from toolkit.files.fit import Fit, MemoryFit
+from toolkit.files.fit import Fit
 from toolkit.files.modelled import refuse_fit
 from toolkit.sched.protocols import MemoryLaw
 from toolkit.sched.types import LatencyLaw
@@ -24,7 +24,6 @@ class Laws:
     """The laws of one worker."""
 
     latency: LinearLaw  # of batches, with what serving adds to the engine's own time
-    engine: LinearLaw
     memory: ZetaMemory | RuleMemory
     swap: LinearSwap | None  # to host memory; None: it was not measured
     host_tokens: int  # of KV cache that host memory holds; 0 without `swap`
@@ -43,7 +42,11 @@ def laws_from_fit(fit: Fit) -> Laws:
     engine = LinearLaw(fit.prefill.law, fit.decode.law, fit.engine.prefill_emits_token)
     # Workers that run at the same time slow one another down, and each batch is dispatched.
     latency = replace(engine.times(fit.overhead.stretch), batch_s=fit.overhead.batch_s)
-    memory = memory_from_fit(fit.memory)
+    memory: ZetaMemory | RuleMemory = ZetaMemory(
+        fit.memory.capacity_tokens, fit.memory.zeta, fit.memory.workspace
+    )
+    if fit.memory.form == "rules":
+        memory = RuleMemory(tuple(sorted(fit.memory.rules, key=lambda rule: -rule.length_above)))
     swap, host_tokens = (
         swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
     )
@@ -67,7 +70,6 @@ def laws_from_fit(fit: Fit) -> Laws:
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
     return Laws(
         latency=latency,
-        engine=engine,
         memory=memory,
         swap=swap,
         host_tokens=host_tokens,
@@ -89,10 +91,3 @@ def without_front(seen: LinearLaw) -> tuple[LinearLaw, float]:
     pass_s = seen.prefill.terms["pass"]
     front_s = min(max(seen.prefill_s(1, 0.0) - seen.decode_s(1, 0.0, 1), 0.0), pass_s)
     return replace(seen, prefill=seen.prefill.with_terms({"pass": pass_s - front_s})), front_s
-
-
-def memory_from_fit(fit: MemoryFit) -> ZetaMemory | RuleMemory:
-    """The memory law that a fit holds."""
-    if fit.form == "rules":
-        return RuleMemory(tuple(fit.rules))
-    return ZetaMemory(fit.capacity_tokens, fit.zeta, fit.workspace)

@@ -10,12 +10,12 @@ is drawn for each batch. No policy may see it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.errors import InputError
 from toolkit.files.fit import BatchRule
 
 # (1 - 0.1) * 0.9 * 1000 / 81 is 9.99..98 in floating point; rounding must not cost a row.
@@ -68,11 +68,6 @@ class RuleMemory:
 
     rules: tuple[BatchRule, ...]
 
-    def __post_init__(self) -> None:
-        bounds = [rule.length_above for rule in self.rules]
-        if not bounds or bounds != sorted(set(bounds), reverse=True):
-            raise InputError(f"memory rules: length_above {bounds} must descend, and not be empty")
-
     @property
     def usable_tokens(self) -> int:
         """The largest N * L that a rule allows up to the length where the next begins.
@@ -106,14 +101,14 @@ class RuleMemory:
 
 
 _NORMAL = NormalDist()
-_MASK = (1 << 64) - 1
-SMALLEST_DRAW = 2.0**-53
+DRAW_BYTES = 6  # of a hash: as many bits as a float tells apart
 
 
 @dataclass(frozen=True)
 class DrawnEdge:
     """Where memory really ends: normally distributed around the fitted `law`, with a standard
-    deviation of `std` (`MemoryFit.zeta_std`). A batch's edge is drawn by its id.
+    deviation of `std` (`MemoryFit.zeta_std`). A batch's edge is drawn by its id, so it does not
+    depend on the batches before it.
     """
 
     law: ZetaMemory | RuleMemory
@@ -122,26 +117,7 @@ class DrawnEdge:
 
     def __call__(self, batch_id: int, batch_size: int, input_length: int, steps: int) -> bool:
         """Whether N rows of L tokens, run for S steps, run out of memory."""
-        shift = self.std * _NORMAL.inv_cdf(uniform_draw(self.seed, batch_id))
+        digest = blake2b(f"{self.seed} {batch_id}".encode(), digest_size=DRAW_BYTES).digest()
+        share = (int.from_bytes(digest, "big") + 0.5) / 256.0**DRAW_BYTES
+        shift = self.std * _NORMAL.inv_cdf(share)
         return self.law.runs_out(batch_size, input_length, steps, shift)
-
-
-def uniform_draw(seed: int, key: int) -> float:
-    """Return a number in (0, 1) that depends only on (seed, key): a batch draws the same number
-    whatever ran before it.
-    """
-    return max((mix(seed, key) >> 11) * 2.0**-53, SMALLEST_DRAW)
-
-
-def mix(*words: int) -> int:
-    """Return a hash of 64 bits of integers, in order (SplitMix64).
-
-    With a generator's state, a draw would depend on the draws before it.
-    """
-    state = 0
-    for word in words:
-        state = ((state ^ (word & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state

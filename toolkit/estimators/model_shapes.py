@@ -62,24 +62,6 @@ class AttentionShapes(MixerShapes):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexShapes:
-    """The sizes of an index that finds the best tokens for latent attention. Each GPU has all of
-    it.
-
-    Attributes:
-        best: tokens that are attended to at most.
-        heads: of its queries, which are made of the latent queries.
-        dim: numbers of a head, and of a key, which is made of the hidden state.
-        weights: precision of both.
-    """
-
-    best: int
-    heads: int
-    dim: int
-    weights: str = "bfloat16"
-
-
-@dataclass(frozen=True, slots=True)
 class LatentShapes(MixerShapes):
     """The sizes of multi-head latent attention.
 
@@ -88,7 +70,11 @@ class LatentShapes(MixerShapes):
         rope: numbers of a key with a position, which all heads share; cached, too.
         plain, value: of a head: numbers of a key without a position, and of a value.
         query_rank: latent numbers of the queries; 0: they are made of the hidden state.
-        index: of sparse attention; None: all tokens are attended to.
+        index_heads: of the queries of an index that finds the best tokens, which are made of the
+            latent queries; 0: all tokens are attended to. Each GPU has all of the index.
+        index_dim: numbers of a head of the index, and of its key, which is made of the hidden
+            state.
+        index_weights: precision of the index.
     """
 
     rank: int
@@ -96,7 +82,9 @@ class LatentShapes(MixerShapes):
     plain: int
     value: int
     query_rank: int = 0
-    index: IndexShapes | None = None
+    index_heads: int = 0
+    index_dim: int = 0
+    index_weights: str = "bfloat16"
 
     def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
         """Return the GEMMs of a layer for all tokens: the latent vectors, which are whole on each
@@ -109,9 +97,9 @@ class LatentShapes(MixerShapes):
             (self.weights, queries, self.query_rank or hidden),
             (self.out, hidden, self.value * heads),
         ]
-        if (index := self.index) is not None:
-            found.append((index.weights, index.heads * index.dim, self.query_rank))
-            found.append(("bfloat16", index.dim + index.heads, hidden))
+        if self.index_heads:
+            found.append((self.index_weights, self.index_heads * self.index_dim, self.query_rank))
+            found.append(("bfloat16", self.index_dim + self.index_heads, hidden))
         return found
 
 

@@ -23,11 +23,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import minimize
-from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
 from toolkit.catalogue.caches import read_tokens
-from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.errors import InputError
 from toolkit.estimators.laws import LinearLaw, law_of_parts
 from toolkit.estimators.least_squares import (
@@ -73,8 +70,7 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     Raises `InputError` without probes, if a probe contradicts itself, or if not even one row ran.
     """
     capacity = engine.capacity_tokens
-    per_token = engine.kv_bytes_per_token
-    law = partial(MemoryFit, capacity_tokens=capacity, kv_bytes_per_token=per_token)
+    law = partial(MemoryFit, capacity_tokens=capacity, kv_bytes_per_token=engine.kv_bytes_per_token)
     if engine.is_server:
         return law(form="zeta", zeta=1.0, zeta_std=0.0)
     _check_probes(probes)
@@ -84,72 +80,58 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     # infinite where the edge was not reached
     failed = np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes])
 
-    def row_share(workspace: float) -> Floats:
-        return (length * (1.0 + workspace) + steps) / capacity
+    def edges(workspace: float) -> tuple[Floats, Floats, Floats]:
+        """Return the shares of a row, of all rows that ran, and of those that did not."""
+        row = (length * (1.0 + workspace) + steps) / capacity
+        return row, ran * row, failed * row
 
     def gap(workspace: float) -> float:
-        """How far apart the intervals of the edge are; below 1 they overlap."""
-        row = row_share(workspace)
-        return float((ran * row).max() / (failed * row).min())
+        """Return how far apart the intervals of the edge are; below 1 they overlap."""
+        _, low, high = edges(workspace)
+        return float(low.max() / high.min())
 
     for workspace in (0.0, float(min(WORKSPACES, key=gap))):
-        row = row_share(workspace)
-        low = ran * row
-        high = failed * row
+        row, low, high = edges(workspace)
         tolerance = np.maximum(row, EDGE_TOLERANCE * np.median(low))
-        zeta, std = _edge(low, high)
+        zeta, std = _edge(float(low.max()), float(high.min()))
         if np.max(low - tolerance) < np.min(high + tolerance):
             return law(form="zeta", zeta=zeta, zeta_std=std, workspace=workspace)
     # A limit differs from the batch size that ran where the next larger batch was not tried.
     known = np.isfinite(failed) & (ran > 0)
     widths = (failed[known] - 1 - ran[known]) / ran[known]
     std = float(widths.mean() * UNIFORM_STD) if known.any() else 0.0
-    rules = _rules(length + steps, ran, engine.max_model_len)
-    return law(form="rules", zeta=zeta, zeta_std=std, rules=rules)
+    return law(
+        form="rules",
+        zeta=zeta,
+        zeta_std=std,
+        rules=_rules(length + steps, ran, engine.max_model_len),
+    )
 
 
 def _check_probes(probes: Sequence[MemoryPoint]) -> None:
-    if not probes:
-        raise InputError(
-            "memory: no length was probed, at least 1 is needed",
-            "set profile.memory_lengths in the recipe; then: llmctl profile RECIPE",
-        )
     for probe in probes:
         if probe.smallest_oom is not None and probe.smallest_oom <= probe.largest_ok:
             both = f"{probe.largest_ok} rows ran and {probe.smallest_oom} ran out of memory"
             raise InputError(f"memory at L={probe.input_length}: {both}", MEASURE_AGAIN)
-    if all(probe.largest_ok == 0 for probe in probes):
-        shortest = min(probe.input_length for probe in probes)
+    if not any(probe.largest_ok for probe in probes):
+        lengths = ", ".join([str(probe.input_length) for probe in probes]) or "none"
         raise InputError(
-            f"memory: not even one row of {shortest} tokens ran", "give the engine more KV cache"
+            f"memory: not even one row ran; probed lengths: {lengths}",
+            "give the engine more KV cache, or set profile.memory_lengths in the recipe; then: "
+            "llmctl profile RECIPE",
         )
 
 
-def _edge(low: Floats, high: Floats) -> tuple[float, float]:
-    """Mean and standard deviation of the edge, in shares of the capacity, given an interval
-    [low, high) of each probe.
+def _edge(low: float, high: float) -> tuple[float, float]:
+    """Return the mean and the standard deviation of the edge, in shares of the capacity, given the
+    largest share that ran and the least that did not: evenly distributed between both.
 
-    If all intervals intersect, the edge lies in the intersection. If not, it differs from length to
-    length: this is its likeliest normal distribution. If no probe ran out of memory, the edge is
-    the largest share that ran.
+    `low` is above `high` where the edge differs from length to length. If no probe ran out of
+    memory, `high` is infinite, and the edge is the largest share that ran.
     """
-    if np.all(np.isinf(high)):
-        return float(low.max()), 0.0
-    shared_low = float(low.max())
-    shared_high = float(high.min())
-    if shared_low < shared_high:
-        return (shared_low + shared_high) / 2, (shared_high - shared_low) * UNIFORM_STD
-    middle = np.where(np.isinf(high), low, (low + high) / 2)
-
-    def unlikelihood(mean_and_log_std: Floats) -> float:
-        mean = mean_and_log_std[0]
-        std = np.exp(mean_and_log_std[1])
-        inside = ndtr((high - mean) / std) - ndtr((low - mean) / std)
-        return float(-np.log(np.maximum(inside, 1e-300)).sum())
-
-    start = np.array([middle.mean(), np.log(middle.std() + 1e-3)])
-    likeliest = minimize(unlikelihood, start, method="Nelder-Mead")
-    return float(likeliest.x[0]), float(np.exp(likeliest.x[1]))
+    if np.isinf(high):
+        return low, 0.0
+    return (low + high) / 2, abs(high - low) * UNIFORM_STD
 
 
 def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
@@ -196,17 +178,14 @@ def fit_rounds(
     join, leave, grow = (_fit_part(name, measured, seed) for name in PART_TERMS)
     times = _times_by_sequence(measured, law_of_parts(law, join, leave, grow))
     overhead = fit_overhead(times, seed)
-    if not measured.memory:
-        raise InputError(
-            "rounds: memory was not probed",
-            "set profile.memory_lengths in the recipe, and " + MEASURE_AGAIN,
-        )
     # Rows times the longest row's tokens that ran at every probed length, with the last row
     # prefilled while the others held their caches.
-    usable = min(p.largest_ok * (p.input_length + p.steps) for p in measured.memory)
+    tokens = [p.largest_ok * (p.input_length + p.steps) for p in measured.memory]
+    usable = min(tokens, default=0)
     if not usable:
         raise InputError(
-            "rounds: not even one row ran at some length", "give the engine more KV cache"
+            f"rounds: memory was probed at {len(tokens)} lengths, and not each ran a row",
+            "give the engine more KV cache, or set profile.memory_lengths in the recipe",
         )
     share = usable / profile.engine.capacity_tokens
     rounds = RoundsFit(join=join, leave=leave, grow=grow, overhead=overhead, usable_share=share)
@@ -305,7 +284,6 @@ COMPUTED_KNOTS = (
     *(0, 2, 4, 8, 16, 17, 32, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384),
     *(512, 513, 768, 1024, 1025, 2048, 4096, 8192),
 )
-TRAFFIC_MIN = 20  # requests; fewer show nothing of a mean
 
 
 def form_of(measured: StepsProfile, knots: tuple[int, ...]) -> PassLaw:
@@ -339,11 +317,9 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
     Passes that overlap have a law of their own (`pipeline_fit`), if the profile says how they were
     launched.
 
-    Raises InputError for a server that is not modelled, if there are too few passes, if passes with
-    or without chunks are missing, or if a pass took no time.
+    Raises InputError if there are too few passes, if passes with or without chunks are missing, or
+    if a pass took no time.
     """
-    if measured.resolved is not None:
-        refuse("the measured server", of_resolved(measured.resolved))
     points = measured.points
     _check_passes(points)
     shapes = [shape_of(point) for point in points]
@@ -401,25 +377,21 @@ def _fit_computed(
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:
-    if len(points) < PASSES_MIN:
+    chunks = sum(point.prefills > 0 for point in points)
+    if len(points) < PASSES_MIN or chunks in (0, len(points)):
         raise InputError(
-            f"steps: {len(points)} passes were measured, at least {PASSES_MIN} are needed",
+            f"steps: {len(points)} passes were measured, {chunks} with chunks of prompts; at least "
+            f"{PASSES_MIN} are needed, some with chunks and some without",
             MEASURE_AGAIN,
-        )
-    if not any(point.prefills for point in points) or all(point.prefills for point in points):
-        raise InputError(
-            "steps: passes with chunks of prompts and passes without are both needed", MEASURE_AGAIN
         )
 
 
 def _host_terms(points: Sequence[StepPoint]) -> dict[str, float]:
     """Return the terms of the seconds between passes; none where the host takes no time."""
-    gaps = [point for point in points if point.host_s]
+    gaps = [(one.decodes + one.prefills, typical(one.host_s)) for one in points if one.host_s]
     if not gaps:
         return {}
-    rows = np.array([float(point.decodes + point.prefills) for point in gaps])
-    gaps_s = np.array([typical(point.host_s) for point in gaps])
-    host_s, host_row_s = line_in_rows(rows, gaps_s, np.zeros(len(gaps)))
+    host_s, host_row_s = line_in_rows(gaps)
     return {"host": host_s, "host_row": host_row_s} if host_s + host_row_s else {}
 
 
@@ -434,21 +406,10 @@ def fit_front(measured: StepsProfile) -> tuple[float, float]:
     request alone, and for each row that runs: the tokens of a pass reach the one process of the
     front together, and it passes them on one by one.
 
-    Where passes overlap it is of requests in traffic, at loads that the engine keeps up with, and
-    of requests alone. Traffic of other engines goes up to what they can serve and beyond, where
-    requests wait for reasons of overload: there the constant is of requests alone, and the slope of
-    the way back of several at once.
+    The constant is of requests alone, and the slope of the way back of several at once.
     """
     alone = [point.seconds for point in measured.front if point.rows == 1]
-    traffic = measured.front_in_traffic
-    if measured.async_scheduling and len(traffic) >= TRAFFIC_MIN:
-        rows = np.array([*(float(point.rows) for point in traffic), *np.ones(len(alone))])
-        seconds = np.array([*(point.in_s + point.out_s for point in traffic), *alone])
-        scheduled_s = [point.scheduled_s for point in traffic]
-        return line_in_rows(rows, seconds, np.array([*scheduled_s, *np.zeros(len(alone))]))
-    several = [point for point in measured.front if point.rows > 1]
+    several = [(point.rows, point.seconds) for point in measured.front if point.rows > 1]
     if not alone or not several:
         return (typical(alone) if alone else 0.0), 0.0
-    rows = np.array([float(point.rows) for point in several])
-    seconds = np.array([point.seconds for point in several])
-    return typical(alone), line_in_rows(rows, seconds, np.zeros(len(several)))[1]
+    return typical(alone), line_in_rows(several)[1]

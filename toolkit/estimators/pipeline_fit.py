@@ -30,11 +30,9 @@ from toolkit.estimators.least_squares import (
 from toolkit.files.profile import StepPoint, StepsProfile
 from toolkit.laws.features import (
     ALONE,
-    ARITHMETIC,
     EAGER,
     FEATURES,
     GRAPH,
-    LEAST,
     MIXED,
     PIECEWISE,
     StepShape,
@@ -46,7 +44,6 @@ Flags = NDArray[np.bool_]
 ROUNDS = 8  # of the alternation; it changes nothing after five or six
 SHOWN_MIN = 6  # passes that a group of coefficients is fitted from, at least
 SHORT_TOKENS = 512  # a pass with chunks of more tokens is limited by arithmetic
-SHARE_SHOWN = 0.5  # of the short passes with chunks that must show their work on the GPU
 GPU_MIN_S = 1e-4  # a shorter rest between two ends says nothing of the GPU
 QUANTILES = 16  # of the eager launches' spread
 
@@ -59,11 +56,9 @@ LAUNCH_TERMS = {
 # Where the alternation begins. Any guess of this order of magnitude leads to the same law.
 FIRST_GUESS = {
     "pass_alone": 5e-3,
-    "token_alone": 1e-5,
+    "row_alone": 1e-5,
     "cached_alone": 3e-8,
-    "pass_least": 5e-3,
-    "token_least": 0.0,
-    "token_arithmetic": 2e-5,
+    "token_mixed": 2e-5,
     "attended": 1e-9,
     "cached_beside": 3e-8,
     "graph": 2e-3,
@@ -90,25 +85,13 @@ def shape_of(point: StepPoint) -> StepShape:
     )
 
 
-def shapes_of(point: StepPoint) -> list[StepShape]:
-    """Return the compositions of the passes of a point. A point of decodes has their mean."""
-    found = []
-    for k in range(len(point.seconds)):
-        shape = shape_of(point)
-        if not shape.prefills:
-            from_mean = k - (len(point.seconds) - 1) / 2
-            shape.decode_cached = round(point.decode_cached + from_mean * shape.decodes)
-        found.append(shape)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class PassSequence:
-    """The passes of a profile in order, [n] each.
+    """The passes of a profile in order, [n] each. Passes of a point count alike, as its mean.
 
     Attributes:
         guess: the law where the alternation begins, with every term.
-        counts: what each term of `guess` counts in each pass [n, k].
+        counts: what each term of `guess` counts in each pass, also in one of another part.
         seconds: from the end of the pass before (from idle: from scheduling) to the pass's tokens.
         launches: seconds of its launch; 0: not known.
         launch: GRAPH, PIECEWISE or EAGER.
@@ -119,7 +102,7 @@ class PassSequence:
     """
 
     guess: PassLaw
-    counts: Floats
+    counts: dict[str, Floats]
     seconds: Floats
     launches: Floats
     launch: NDArray[np.int_]
@@ -132,26 +115,27 @@ class PassSequence:
     def of(cls, measured: StepsProfile, graphs: GraphSettings) -> PassSequence:
         """Return the passes of a profile; `graphs`: how its engine launches them."""
         guess = PassLaw(
-            FIRST_GUESS | ({"expert_read": 0.0} if measured.experts else {}),
+            FIRST_GUESS | ({"expert_alone": 0.0} if measured.experts else {}),
             experts=measured.experts,
             experts_per_token=measured.experts_per_token,
             graphs=graphs,
         )
         points = measured.points
-        counts = [len(point.seconds) for point in points]
-        shapes = [shape for point in points for shape in shapes_of(point)]
-        number = np.repeat(np.arange(len(points)), counts)
+        sizes = [len(point.seconds) for point in points]
+        shapes = [shape_of(point) for point in points]
+        number = np.repeat(np.arange(len(points)), sizes)
         idle = np.array([point.idle for point in points])[number]
         idle = idle & (np.diff(number, prepend=-1) > 0)
         idle[0] = True
-        weights = np.array([min(count, SAMPLES_COUNTED_MAX) / count for count in counts])
+        weights = np.array([min(size, SAMPLES_COUNTED_MAX) / size for size in sizes])
+        columns = np.array(guess.columns(shapes, everywhere=True))[number]
         return cls(
             guess=guess,
-            counts=np.array(guess.columns(shapes)),
+            counts=dict(zip(guess.terms, columns.T, strict=True)),
             seconds=np.concatenate([point.seconds for point in points]),
             launches=np.concatenate([p.launch_s or [0.0] * len(p.seconds) for p in points]),
-            launch=np.array([graphs.launch_of(shape) for shape in shapes]),
-            mixed=np.array([shape.prefills > 0 for shape in shapes]),
+            launch=np.array([graphs.launch_of(shape) for shape in shapes])[number],
+            mixed=np.array([shape.prefills > 0 for shape in shapes])[number],
             idle=idle,
             point=number,
             root_weight=np.sqrt(weights)[number],
@@ -159,8 +143,7 @@ class PassSequence:
 
     def columns(self, terms: Sequence[str]) -> Floats:
         """Return what each of the terms counts in each pass [n, k]."""
-        names = list(self.guess.terms)
-        return self.counts[:, [names.index(term) for term in terms]]
+        return np.stack([self.counts[term] for term in terms], axis=1)
 
     def part_s(self, law: PassLaw, part: int) -> Floats:
         """Return the seconds of the terms of one part [n], as if it applied to all passes."""
@@ -170,8 +153,8 @@ class PassSequence:
 
     def work_s(self, law: PassLaw) -> Floats:
         """Return the seconds of each pass on the GPU."""
-        least_s = np.maximum(self.part_s(law, LEAST), self.part_s(law, ARITHMETIC))
-        return np.where(self.mixed, least_s + self.part_s(law, MIXED), self.part_s(law, ALONE))
+        alone_s = self.part_s(law, ALONE)
+        return np.where(self.mixed, np.maximum(alone_s, self.part_s(law, MIXED)), alone_s)
 
     def launch_s(self, law: PassLaw) -> Floats:
         """Return the seconds of each launch by the law."""
@@ -227,21 +210,20 @@ def timeline(passes: PassSequence, law: PassLaw, *, measured: bool) -> tuple[Flo
     return took, waited, on_gpu
 
 
-def fit_law(passes: PassSequence, seen: Flags | None = None) -> PassLaw:
+def fit_law(passes: PassSequence, seen: Flags) -> PassLaw:
     """Return the law that the passes show, of which the fit may use those that are `seen` [n].
 
     The coefficients of launches that no pass had are 0. Without launch times in the profile,
     launches that no pass waited for stay as guessed: shorter than what hid them.
     """
-    chosen = np.ones(len(passes.seconds), dtype=bool) if seen is None else seen
     law = passes.guess
     for _ in range(ROUNDS):
         _, waited, gpu_s = timeline(passes, law, measured=True)
-        of, seconds, weight = _shown_launches(passes, waited, chosen)
+        of, seconds, weight = _shown_launches(passes, waited, seen)
         for launch, terms in LAUNCH_TERMS.items():
             its = passes.launch[of] == launch
             law = _with(law, terms, its, passes.columns(terms)[of], seconds, weight)
-        law = _with_work(law, passes, waited, gpu_s, chosen)
+        law = _with_work(law, passes, waited, gpu_s, seen)
     for launch, terms in LAUNCH_TERMS.items():
         if not (passes.launch == launch).any():
             law = law.with_terms(dict.fromkeys(terms, 0.0))
@@ -265,26 +247,17 @@ def _shown_launches(
 def _with_work(
     law: PassLaw, passes: PassSequence, waited: Flags, gpu_s: Floats, seen: Flags
 ) -> PassLaw:
-    """Return the law with the GPU's times from passes that did not wait for a launch."""
+    """Return the law with the GPU's times from passes that did not wait for a launch: of decodes
+    alone, and of chunks that are long enough for arithmetic to limit them.
+    """
     shows = ~waited & ~passes.idle & seen & (gpu_s > GPU_MIN_S)
-    root_weight = passes.root_weight
-    mixed = passes.mixed
-    short = mixed & (passes.columns(["token_arithmetic"])[:, 0] <= SHORT_TOKENS)
-    terms = ["pass_alone", "token_alone", "cached_alone"]
-    terms += ["expert_read"] if law.experts else []
-    law = _with(law, terms, shows & ~mixed, passes.columns(terms), gpu_s, root_weight)
-    terms = ["token_arithmetic", "attended", "cached_beside"]
-    its = shows & mixed & ~short
-    law = _with(law, terms, its, passes.columns(terms), gpu_s, root_weight)
-    if (shows & short).sum() < SHARE_SHOWN * (short & seen).sum() + SHOWN_MIN:
-        # Launches hide the least time of short passes; it reads the weights, as decodes do.
-        return law.with_terms({"pass_least": law.terms["pass_alone"], "token_least": 0.0})
-    terms = ["pass_least", "token_least"]
-    least_s = passes.part_s(law, LEAST)
-    others_s = least_s - passes.columns(terms) @ [law.terms[term] for term in terms]
-    rest_s = gpu_s - passes.part_s(law, MIXED) - others_s
-    its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= passes.part_s(law, ARITHMETIC))
-    return _with(law, terms, its, passes.columns(terms), rest_s, root_weight)
+    alone = ["pass_alone", "row_alone", "cached_alone", *["expert_alone"] * (law.experts > 0)]
+    mixed = ["token_mixed", "attended", "cached_beside"]
+    long = passes.mixed & (passes.columns(["token_mixed"])[:, 0] > SHORT_TOKENS)
+    for terms, own in ((alone, ~passes.mixed), (mixed, long)):
+        columns = passes.columns(terms)
+        law = _with(law, terms, shows & own, columns, gpu_s, passes.root_weight)
+    return law
 
 
 def _with(
@@ -308,17 +281,20 @@ def graphs_of(measured: StepsProfile) -> GraphSettings | None:
     """How the server launched its passes; None where they did not overlap, or where the profile is
     of a version that did not record it.
     """
-    recorded = measured.graph_mode and any(point.idle for point in measured.points)
-    if not measured.async_scheduling or not recorded:
+    if not (
+        measured.async_scheduling
+        and measured.graph_mode
+        and any(point.idle for point in measured.points)
+    ):
         return None
     return GraphSettings(
-        measured.graph_mode, tuple(measured.graph_sizes), apart=measured.executor != "uni"
+        measured.graph_mode, tuple(sorted(measured.graph_sizes)), apart=measured.executor != "uni"
     )
 
 
 def fit_pipeline(passes: PassSequence, seed: int) -> PassLaw:
     """Return the law of a profile's passes, with its held-out error and the spread of launches."""
-    law = fit_law(passes)
+    law = fit_law(passes, np.ones(len(passes.seconds), dtype=bool))
     error = percent_error(held_out_s(passes, seed), of_points(passes, passes.seconds))
     return replace(law, error=error, spread=_spread(passes, law))
 
@@ -329,8 +305,8 @@ def of_points(passes: PassSequence, values: Floats) -> Floats:
 
 
 def held_out_s(passes: PassSequence, seed: int) -> Floats:
-    """Seconds of a pass of each point [points], by a law that did not see a fifth of the points,
-    this one among them.
+    """Return the seconds of a pass of each point [points], by a law that did not see a fifth of the
+    points, this one among them.
     """
     predicted = np.empty(len(passes.seconds))
     part = np.random.default_rng(seed).permutation(passes.point[-1] + 1) % HELD_OUT_PARTS

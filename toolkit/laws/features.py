@@ -6,9 +6,6 @@ it, and every law evaluates it. It counts a number of the pass (`NUMBERS`) in on
     both         the work of any pass
     alone        the work of a pass of decodes alone
     mixed        the work of a pass with chunks of prompts
-    least        with chunks: the work takes at least this, beside what is `mixed`
-    reads        what decodes alone read, and with chunks the `least`
-    arithmetic   with chunks: and at least this
     host         between two passes that do not overlap
     graph, piece, eager      the launch of a CUDA graph, in pieces, or kernel by kernel
 
@@ -112,9 +109,6 @@ class StepShape:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepShape) and self.values() == other.values()
 
-    def __repr__(self) -> str:
-        return f"StepShape{self.values()}"
-
     @property
     def rows(self) -> int:
         """Rows in the pass."""
@@ -179,23 +173,12 @@ def number_of(number: i64, shape: StepShape, tokens: int, experts: float) -> flo
     return (shape.decode_cached + shape.prefill_tokens) / (shape.decodes + shape.prefills)
 
 
-def growth_of(number: i64, shape: StepShape) -> float:
-    """Return by how much a number is larger in the next pass of the same decodes."""
-    if number == CACHED:
-        return float(shape.decodes)
-    if number == INSIDE:
-        return float(shape.growing)
-    return 1.0 if number == LENGTH else 0.0
-
-
 GRAPH: Final = 0
 PIECEWISE: Final = 1
 EAGER: Final = 2
 ALONE: Final = 3
 MIXED: Final = 4
-LEAST: Final = 5
-ARITHMETIC: Final = 6
-HOST: Final = 7
+HOST: Final = 5
 PARTS: Final[dict[str, tuple[int, ...]]] = {
     "graph": (GRAPH,),
     "piece": (PIECEWISE,),
@@ -203,9 +186,6 @@ PARTS: Final[dict[str, tuple[int, ...]]] = {
     "both": (ALONE, MIXED),
     "alone": (ALONE,),
     "mixed": (MIXED,),
-    "least": (LEAST,),
-    "reads": (ALONE, LEAST),
-    "arithmetic": (ARITHMETIC,),
     "host": (HOST,),
 }
 
@@ -226,9 +206,11 @@ class Feature:
         self.number: i64 = NUMBERS.index(number)
         self.words = words
 
-    def of(self, shape: StepShape, tokens: int, experts: float) -> float:
-        """Return what it counts in a pass, 0 where it does not apply to the pass."""
-        if self.parts == (ALONE if shape.prefills else MIXED,):
+    def of(self, shape: StepShape, tokens: int, experts: float, *, everywhere: bool) -> float:
+        """Return what it counts in a pass, 0 where it does not apply to the pass; `everywhere`: as
+        if it did.
+        """
+        if not everywhere and self.parts == (ALONE if shape.prefills else MIXED,):
             return 0.0
         return number_of(self.number, shape, tokens, experts)
 
@@ -251,11 +233,9 @@ FEATURES: dict[str, Feature] = {
     "host_row": Feature("host", "rows", "the host's time of a row"),
     # of passes that overlap
     "pass_alone": Feature("alone", "one", "a pass of decodes alone"),
-    "token_alone": Feature("alone", "tokens", "new tokens of decodes alone"),
-    "expert_read": Feature("reads", "experts", "experts that are read"),
-    "pass_least": Feature("least", "one", "the least of a pass with chunks"),
-    "token_least": Feature("least", "tokens", "new tokens in the least of a pass with chunks"),
-    "token_arithmetic": Feature("arithmetic", "tokens", "new tokens where arithmetic limits"),
+    "row_alone": Feature("alone", "rows", "a row of decodes alone"),
+    "expert_alone": Feature("alone", "experts", "touched experts of decodes alone"),
+    "token_mixed": Feature("mixed", "tokens", "new tokens beside chunks"),
     "graph": Feature("graph", "one", "the launch of a CUDA graph"),
     "graph_row": Feature("graph", "rows", "the launch of a CUDA graph, a row"),
     "piece": Feature("piece", "one", "a launch in pieces"),

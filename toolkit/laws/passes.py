@@ -1,7 +1,7 @@
 """The law of an engine's forward passes: seconds by what a pass computes, and how passes follow.
 
     work          the terms of `both` and `alone`, or of `both` and `mixed`, and f(new tokens)
-    with chunks   the larger of `least` and `arithmetic` is added; all is at least `least_s`
+    with chunks   at least `least_s`; where passes overlap, at least the terms of `alone`
     next pass     `host` seconds later
 
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
@@ -33,7 +33,9 @@ How a pass is launched depends on the server's `cudagraph_mode` and on its token
 
 A graph computes its own number of tokens, to which a pass is padded. Layers with sliding windows or
 states have no terms of their own there: what they read does not grow with the cache but for rows
-shorter than a window, and so belongs to rows and tokens.
+shorter than a window, and so belongs to rows and tokens. A pass with chunks takes at least what
+decodes of as many rows would take, which read the same weights: arithmetic limits long chunks, and
+reading short ones.
 
 Source: vLLM 0.32, v1/engine/core.py (`step_with_batch_queue`), v1/worker/gpu/cudagraph_utils.py.
 """
@@ -52,17 +54,14 @@ from mypy_extensions import i64
 from toolkit.errors import InputError
 from toolkit.laws.features import (
     ALONE,
-    ARITHMETIC,
     EAGER,
     FEATURES,
     GRAPH,
     HOST,
-    LEAST,
     MIXED,
     ONE,
     PIECEWISE,
     StepShape,
-    growth_of,
     number_of,
     touched_experts,
 )
@@ -163,8 +162,6 @@ class GraphSettings(Stored):
         if self.mode not in LAUNCHES:
             modes = ", ".join(LAUNCHES)
             raise InputError(f"cudagraph_mode {self.mode!r} is not modelled", f"one of {modes} is")
-        if list(self.sizes) != sorted(set(self.sizes)):
-            raise InputError(f"the sizes of CUDA graphs {list(self.sizes)} must ascend")
 
     def launch_of(self, shape: StepShape) -> int:
         """GRAPH, PIECEWISE or EAGER: how a pass is launched."""
@@ -215,13 +212,6 @@ class TermSum:
         total = self.constant_s
         for term in self.terms:
             total += term.seconds * number_of(term.number, shape, tokens, experts)
-        return total
-
-    def growth(self, shape: StepShape) -> float:
-        """Return by how many seconds the next pass of the same decodes takes longer."""
-        total = 0.0
-        for term in self.terms:
-            total += term.seconds * growth_of(term.number, shape)
         return total
 
 
@@ -345,20 +335,25 @@ class PassLaw(Stored):
         if not mixed:
             return self.flat_s if seconds < self.flat_s else seconds
         if graphs is not None:
-            least_s = parts[LEAST].of(shape, tokens, experts)
-            arithmetic_s = parts[ARITHMETIC].of(shape, tokens, experts)
-            seconds += least_s if least_s > arithmetic_s else arithmetic_s
+            reading_s = parts[ALONE].of(shape, tokens, experts)
+            seconds = reading_s if reading_s > seconds else seconds
         return self.least_s if seconds < self.least_s else seconds
 
     def growth_s(self, shape: StepShape) -> float:
         """Return by how many seconds each following pass of the same decodes takes longer."""
-        return self._parts[MIXED if shape.prefills else ALONE].growth(shape)
+        grown = StepShape(
+            shape.decodes,
+            shape.decode_cached + shape.decodes,
+            decode_inside=shape.decode_inside + shape.growing,
+            draft_tokens=shape.draft_tokens,
+        )
+        return self.gpu_s(grown) - self.gpu_s(shape)
 
     def prompt_token_s(self, attended: float) -> float:
         """Return the seconds that a token of a long chunk adds, which attends to `attended`."""
         terms = self.terms
         inside_s = terms.get("attended_inside", 0.0) * min(attended, float(self.window))
-        token_s = self.token_s[-1] if self.token_s else terms.get("token_arithmetic", 0.0)
+        token_s = self.token_s[-1] if self.token_s else terms.get("token_mixed", 0.0)
         return token_s + terms.get("attended", 0.0) * attended + inside_s
 
     def launch_s(self, shape: StepShape) -> float:
@@ -434,9 +429,12 @@ class PassLaw(Stored):
             flat_s=factor * self.flat_s,
         )
 
-    def columns(self, shapes: Sequence[StepShape]) -> list[list[float]]:
+    def columns(
+        self, shapes: Sequence[StepShape], *, everywhere: bool = False
+    ) -> list[list[float]]:
         """Return what each term counts in each pass [n, k]: the terms in their order, then the new
-        tokens between each knot and the next. A graph's padding counts.
+        tokens between each knot and the next. A graph's padding counts. `everywhere`: terms of
+        passes with chunks, or without, count as if they applied to all.
         """
         found = []
         chosen = [FEATURES[name] for name in self.terms]
@@ -446,7 +444,7 @@ class PassLaw(Stored):
             experts = touched_experts(tokens, self.experts, self.experts_per_token)
             if self.graphs is not None:
                 tokens = self.graphs.tokens_of(shape)
-            row = [feature.of(shape, tokens, experts) for feature in chosen]
+            row = [feature.of(shape, tokens, experts, everywhere=everywhere) for feature in chosen]
             for start, end in zip(self.knots, ends, strict=False):
                 row.append(max(0.0, min(float(tokens), end) - start))
             found.append(row)
@@ -454,11 +452,10 @@ class PassLaw(Stored):
 
     @property
     def form(self) -> str:
-        """Its form in words, for reports: its terms, or how many they are, and what bends it."""
+        """Its form in words, for reports: its terms, or how many they are."""
         if self.knots:
             return f"{len(self.terms)} terms, {len(self.knots) - 1} knots"
-        words = ", ".join([name for name, value in self.terms.items() if value])
-        return f"{words}; flat at first" if self.flat_s else words
+        return ", ".join([name for name, value in self.terms.items() if value])
 
     def with_values(self, values: Sequence[float]) -> PassLaw:
         """Return the law with these seconds, in the order of `columns`."""

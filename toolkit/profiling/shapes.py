@@ -18,7 +18,6 @@ from toolkit.estimators.model_shapes import (
     ACTIVATION_BYTES,
     AttentionShapes,
     DeltaShapes,
-    IndexShapes,
     LatentShapes,
     LayerShapes,
     Mixer,
@@ -149,14 +148,9 @@ class _Reader:
             return None
         name = f"{place}{family.part('attention')}"
         if rank := integer_at(config, "kv_lora_rank"):
-            index = None
-            if best := self.special.best:
-                index = IndexShapes(
-                    best=best,
-                    heads=integer_at(config, "index_n_heads"),
-                    dim=integer_at(config, "index_head_dim"),
-                    weights=self._precision(f"{name}.indexer", ("wq_b",)),
-                )
+            index_weights = self.dtype
+            if self.special.best:
+                index_weights = self._precision(f"{name}.indexer", ("wq_b",))
             return LatentShapes(
                 rank=rank,
                 rope=integer_at(config, "qk_rope_head_dim"),
@@ -166,7 +160,9 @@ class _Reader:
                 heads=layer.heads,
                 weights=self._precision(name, LATENT[0]),
                 out=self._precision(name, LATENT[1]),
-                index=index,
+                index_heads=integer_at(config, "index_n_heads") if self.special.best else 0,
+                index_dim=integer_at(config, "index_head_dim"),
+                index_weights=index_weights,
             )
         normed = family.qk_norm if condition_holds(config, family.qk_norm_if) else ""
         gates = {"query": 1, "head": layer.value_dim}

@@ -39,7 +39,6 @@ from toolkit.engines.protocol import (
 )
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
-from toolkit.estimators.memory import mix
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.prefills import PrefillChunks
@@ -57,6 +56,18 @@ FIRST_TOKEN = 32
 LAST_TOKEN = 126  # printable ASCII
 DEFAULT_KV_BYTES = 1024
 DEFAULT_BUDGET_MIB = 64.0
+
+
+def mix(*words: int) -> int:
+    """Return a hash of 64 bits of integers, in order (SplitMix64)."""
+    mask = (1 << 64) - 1
+    state = 0
+    for word in words:
+        state = ((state ^ (word & mask)) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state
 
 
 @dataclass(slots=True, frozen=True)
