@@ -40,6 +40,7 @@ TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this 
 BELOW = (0.5, 0.9, 0.98)  # shares of the capacity at which a load must be kept
 BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
 TOLERANCE_LONG = 0.02
+FACTOR_BETWEEN = 1.5  # of all times, and its inverse
 TOLERANCE_BETWEEN = 0.04  # of the load: what is between tried loads as near as that is interpolated
 BESIDE = 0.5  # of the way from the capacity to a share: a load that near to the share will do
 LEAST = 0.001  # of a guess: no lower load is tried while none is kept
@@ -123,9 +124,14 @@ class Capacity:
     def served_if(self, factor: float) -> float | None:
         """Return the rate that is served at the capacity where all times are `factor` as long, if
         it lies between two loads that were tried near to each other; None where it does not.
+
+        Nor is it known by these loads where times are much longer or shorter: a trace is judged
+        for as many seconds then, in which another number of passes fits, and an overload's queue
+        grows for another share of the time.
         """
         above = int(np.searchsorted(self._used_logs(factor), 0.0, side="right"))
-        if not 0 < above < len(self.points):
+        is_near = 1.0 / FACTOR_BETWEEN <= factor <= FACTOR_BETWEEN
+        if not (is_near and 0 < above < len(self.points)):
             return None
         low, high = self.points[above - 1 : above + 1]
         if high.load > low.load * (1.0 + TOLERANCE_BETWEEN):
