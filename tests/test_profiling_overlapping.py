@@ -137,7 +137,7 @@ def test_a_server_with_overlapping_passes_is_profiled(
     ]
     assert np.median(ratios) == pytest.approx(1.0, abs=0.05)
     assert all(not point.host_s for point in measured.points if not point.idle)
-    assert len(measured.front_in_traffic) > 10
+    assert any(point.rows == 1 for point in measured.front)
     # between two prompts that come one at a time, rows decode alone
     alone = [
         len(point.seconds)

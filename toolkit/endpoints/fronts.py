@@ -1,4 +1,4 @@
-"""What a server's front adds to requests in traffic, by the log of passes.
+"""What a server's front adds to requests, by the log of passes.
 
 The log has each request's id, which begins with the name that its client gave it. So a request's
 time at the client and its passes in the engine are known, and the rest is the front's.
@@ -6,16 +6,13 @@ time at the client and its passes in the engine are known, and the rest is the f
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from toolkit.endpoints.load import Sample
 from toolkit.files.iterations import LoggedPass
-from toolkit.files.profile import TrafficFront
 
 PREFIX = "cmpl-"  # vLLM puts it before the name of a completion, and a number and more behind it
-RATE_S = 1.0  # over which the rate of tokens is taken
 
 
 def names_of(samples: Sequence[Sample]) -> list[str]:
@@ -27,17 +24,18 @@ def _name(request_id: str) -> str:
     return request_id.removeprefix(PREFIX).partition("-")[0]
 
 
-def seen_in_traffic(
+def front_seconds(
     samples: Sequence[Sample], names: Sequence[str], passes: Sequence[LoggedPass], start_s: float
-) -> list[TrafficFront]:
-    """What each request waited besides `passes`, which served no others.
+) -> list[float]:
+    """Return the seconds that each request waited besides `passes`, which served no others: on its
+    way in and until its first token.
 
-    The times of `samples` count from `start_s` of the clock of the passes. A request that may have
-    waited for room is left out, as is one without all of its passes.
+    The times of `samples` count from `start_s` of the clock of the passes. The engine looks for
+    requests when it schedules a pass: half of the time since the schedule before is taken off, so
+    each is right in the mean only. A request that may have waited for room is left out, as is one
+    without all of its passes.
     """
     passes = [one for one in passes if one.rows]
-    ends_s = [one.end_s for one in passes]
-    tokens = [0, *accumulate(_first_and_next(one) for one in passes)]
     first: dict[str, int] = {}
     token: dict[str, int] = {}
     for number, one in enumerate(passes):
@@ -53,23 +51,9 @@ def seen_in_traffic(
         if sample.failure or name not in token or first[name] in crowded:
             continue
         began = first[name]
-        ended = token[name]
-        since = bisect_right(ends_s, ends_s[ended] - RATE_S)
-        found.append(
-            TrafficFront(
-                rows=len(passes[ended].rows),
-                tokens_per_s=(tokens[ended + 1] - tokens[since]) / RATE_S,
-                in_s=passes[began].start_s - start_s - sample.sent_s - gaps_s[began] / 2,
-                scheduled_s=gaps_s[began],
-                out_s=start_s + sample.first_token_s - ends_s[ended],
-            )
-        )
+        in_s = passes[began].start_s - start_s - sample.sent_s - gaps_s[began] / 2
+        found.append(in_s + start_s + sample.first_token_s - passes[token[name]].end_s)
     return found
-
-
-def _first_and_next(one: LoggedPass) -> int:
-    """The tokens that clients get from a pass."""
-    return sum(row.computed + row.new >= row.prompt_tokens for row in one.rows)
 
 
 def _gap_s(before: LoggedPass, one: LoggedPass) -> float:

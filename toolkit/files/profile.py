@@ -157,24 +157,6 @@ class FrontPoint(Strict):
     seconds: float
 
 
-class TrafficFront(Strict):
-    """What a request of traffic waited besides passes, on its way in and until its first token.
-
-    The engine looks for requests when it schedules a pass. So `in_s` is right in the mean only:
-    half of the time since the schedule before is taken off.
-    """
-
-    rows: int = Field(description="in the pass of its first token")
-    tokens_per_s: float = Field(description="of all requests, in the second before that")
-    in_s: float = Field(
-        description="from sending it to the schedule of its first pass, less half of `scheduled_s`"
-    )
-    scheduled_s: float = Field(
-        description="between that schedule and the one before; 0: the engine was idle"
-    )
-    out_s: float = Field(description="from the end of its first token's pass to that token")
-
-
 class StepsProfile(Strict):
     """Measurements of a paged engine, pass by pass."""
 
@@ -201,7 +183,6 @@ class StepsProfile(Strict):
     )
     points: list[StepPoint]
     front: list[FrontPoint]
-    front_in_traffic: list[TrafficFront] = Field([], description="by request")
 
 
 # Of points that are visited: the grid, mixes, traffic, hits and parts of rounds.

@@ -36,7 +36,6 @@ from toolkit.files.profile import (
     FrontPoint,
     StepPoint,
     StepsProfile,
-    TrafficFront,
 )
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import Strict
@@ -68,7 +67,6 @@ class Passes(Strict):
 
     steps: list[StepPoint] = Field([])
     front: list[FrontPoint] = Field([])
-    traffic: list[TrafficFront] = Field([])
     sampler_s: float | None = None
 
 

@@ -275,11 +275,9 @@ class _Session:
         if steps is not None:  # with all passes that were logged while the grid was measured
             passes = [point for visit in visits for point in visit.steps]
             front = [point for visit in visits for point in visit.front]
-            traffic = [point for visit in visits for point in visit.traffic]
             known = [visit.sampler_s for visit in visits if visit.sampler_s is not None]
             passes = [with_sampler(point, min(known, default=0.0)) for point in passes]
-            found = {"points": passes, "front": front, "front_in_traffic": traffic}
-            steps = steps.model_copy(update=found)
+            steps = steps.model_copy(update={"points": passes, "front": front})
         # A server that ran before was not loaded here.
         load_s = round(self._load_s, 1) if traits_of(self._facts.engine).started else None
         return Profile(

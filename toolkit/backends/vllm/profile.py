@@ -39,7 +39,7 @@ from toolkit.catalogue.caches import is_plain, logged_tokens, read_tokens
 from toolkit.catalogue.classes import ClassFound, of_resolved, refuse
 from toolkit.catalogue.families import always_has_experts
 from toolkit.catalogue.layers import experts_of, text_config
-from toolkit.endpoints.fronts import names_of, seen_in_traffic
+from toolkit.endpoints.fronts import front_seconds, names_of
 from toolkit.endpoints.load import Sample
 from toolkit.engines.saved import saved_model
 from toolkit.errors import InputError
@@ -52,7 +52,7 @@ from toolkit.files.iterations import (
     shape_of_rows,
 )
 from toolkit.files.modelled import refuse_recipe
-from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
+from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.laws.features import StepShape
 from toolkit.laws.passes import LAUNCHES
@@ -270,7 +270,6 @@ class VllmBench(ServerBench):
         self._passes: list[TimedPass] = []  # of the last run
         self._steps: list[StepPoint] = []
         self._front: list[FrontPoint] = []
-        self._traffic: list[TrafficFront] = []
         self._sampler_s: float | None = None
         self._log.readlines()
 
@@ -282,12 +281,10 @@ class VllmBench(ServerBench):
         passes = Passes(
             steps=self._steps,
             front=self._front,
-            traffic=self._traffic,
             sampler_s=self._sampler_s,
         )
         self._steps = []
         self._front = []
-        self._traffic = []
         self._sampler_s = None
         return passes
 
@@ -366,17 +363,14 @@ class VllmBench(ServerBench):
         self._step_s = fmean(one.seconds for one in steps) if steps else self._step_s
         self._steps += points(passes)
         self._see_sampler(logged)
-        if point.kind in ("traffic", "load"):
-            self._traffic += seen_in_traffic(samples, names, logged, start_s)
-        elif not beside:
-            self._front.append(_front(samples, passes, start_s))
-        elif not point.batch_size:  # every prompt came alone
-            alone = seen_in_traffic(samples, names, logged, start_s)
+        if beside and not point.batch_size:  # every prompt came alone
             self._front += [
-                FrontPoint(rows=1, prompt_tokens=point.length, seconds=one.in_s + one.out_s)
-                for one in alone
-                if one.in_s + one.out_s > 0.0
+                FrontPoint(rows=1, prompt_tokens=point.length, seconds=seconds)
+                for seconds in front_seconds(samples, names, logged, start_s)
+                if seconds > 0.0
             ]
+        elif not beside and point.kind not in ("traffic", "load"):
+            self._front.append(_front(samples, passes, start_s))
         if point.kind != "decode":
             return passes[-1].end_s - passes[0].start_s
         whole = [one for one in steps if one.shape.decodes == point.batch_size]
