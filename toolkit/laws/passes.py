@@ -340,14 +340,15 @@ class PassLaw(Stored):
         return self.least_s if seconds < self.least_s else seconds
 
     def growth_s(self, shape: StepShape) -> float:
-        """Return by how many seconds each following pass of the same decodes takes longer."""
+        """Return by how many seconds each following pass of the same decodes alone takes longer."""
         grown = StepShape(
             shape.decodes,
             shape.decode_cached + shape.decodes,
             decode_inside=shape.decode_inside + shape.growing,
             draft_tokens=shape.draft_tokens,
         )
-        return self.gpu_s(grown) - self.gpu_s(shape)
+        # of new tokens and experts both have the same
+        return self._parts[ALONE].of(grown, 0, 0.0) - self._parts[ALONE].of(shape, 0, 0.0)
 
     def prompt_token_s(self, attended: float) -> float:
         """Return the seconds that a token of a long chunk adds, which attends to `attended`."""
