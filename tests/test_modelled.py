@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import samples
-from synthetic_profiles import steps_profile
+from commands import llmctl
 from test_classes import CONFIGS, FULL, ONE, WINDOW
 
 from toolkit.catalogue.classes import MODELLED, of_config, refused
@@ -16,12 +16,14 @@ from toolkit.catalogue.resolved import Drafts, Resolved
 from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
-from toolkit.estimators.part_fits import fit_steps
 from toolkit.files.find_model import FoundModel
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 from toolkit.files.modelled import classes_of, refuse_fit, refuse_recipe
 from toolkit.files.new_recipe import Wish, new_recipe
+from toolkit.files.profile import Profile
+
+PROFILES = Path(__file__).parents[1] / "profiles"
 
 # the models of which some class is not modelled, with those classes
 REFUSED = {
@@ -104,14 +106,25 @@ def test_a_server_that_runs_already_is_measured_from_outside() -> None:
         (replace(ONE, drafts=Drafts("mtp", 2)), "mtp"),
     ],
 )
-def test_laws_of_such_a_server_are_neither_fitted_nor_used(resolved: Resolved, named: str) -> None:
+def test_laws_of_such_a_server_are_not_used(resolved: Resolved, named: str) -> None:
     fit = measured_on(resolved)
     with pytest.raises(InputError, match=named):
         refuse_fit(fit)
     with pytest.raises(InputError, match=named):
         laws_from_fit(fit)
-    with pytest.raises(InputError, match=named):
-        fit_steps(steps_profile([], resolved=resolved), 0)
+
+
+@pytest.mark.slow
+def test_a_profile_of_such_a_server_gets_no_fit(tmp_path: Path, capsys) -> None:
+    measured = read_file(Profile, PROFILES / "llama-3.1-8b-a100-80gb/profile.json")
+    steps = measured.steps
+    assert steps is not None
+    steps = steps.model_copy(update={"resolved": replace(ONE, pp=2)})
+    write_file(measured.model_copy(update={"steps": steps}), tmp_path / "profile.json")
+    words = ("fit", str(tmp_path / "profile.json"), "--out", str(tmp_path / "fit.json"))
+    assert llmctl(*words) == 2
+    assert "pipeline" in capsys.readouterr().err
+    assert not (tmp_path / "fit.json").exists()
 
 
 def test_what_was_resolved_stays_in_the_fit(tmp_path: Path) -> None:

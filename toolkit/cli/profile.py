@@ -138,10 +138,12 @@ def fit(args: FitOptions) -> None:
     too little.
     """
     from toolkit.estimators.fitting import fit_profile, laws_of_drafts
+    from toolkit.files.modelled import refuse_fit
 
     measured, inputs = _measured(args)
     made_from = head(inputs=inputs, device=measured.environment.device)
     made = fit_profile(measured, made_from)
+    refuse_fit(made)
     if args.also:
         others = [read_file(Profile, path) for path in args.also]
         made = made.model_copy(update={"drafts": laws_of_drafts(measured, others)})
