@@ -202,8 +202,12 @@ def check_json(headers: Headers) -> None:
 
 async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
     """Return the body; `hold` gets the size of each piece. Raises `ApiError` as soon as it exceeds
-    `max_bytes`, and for one that takes too long.
+    `max_bytes`, whatever length it states, and for one that takes too long.
     """
+    too_large = ApiError(f"the body is larger than {max_bytes} bytes", status=413)
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated[:20]) > max_bytes:
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -211,8 +215,7 @@ async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None
                 hold(len(piece))
                 body += piece
                 if len(body) > max_bytes:
-                    text = f"the body is larger than {max_bytes} bytes"
-                    raise ApiError(text, status=413)
+                    raise too_large
     except TimeoutError:
         text = f"the body did not come within {BODY_S:g} s"
         raise ApiError(text, status=408, headers={"Connection": "close"}) from None
