@@ -38,7 +38,7 @@ WORST: dict[str, tuple[str, bytes, str]] = {  # paths, bodies, what the answers 
     "numbers of 4,000 digits": (
         COMPLETIONS,
         b'{"prompt":[%s]}' % listed(b"1" * 4_000, 200),
-        "'prompt",
+        "more than 128 digits",
     ),
     "a long text": (COMPLETIONS, b'{"prompt":"%s"}' % (b"a" * 500_000), "has 500000 tokens"),
     "many messages": (CHAT, b'{"messages":[%s]}' % listed(b"{}", 60_000), "length <= 2048"),
@@ -46,15 +46,15 @@ WORST: dict[str, tuple[str, bytes, str]] = {  # paths, bodies, what the answers 
     "more lists": (
         CHAT,
         b'{"x":[%s]}' % listed(b"[]", MAX_CONTAINERS),
-        "more than 65536 lists and objects",
+        "more than 65536 lists, objects and fields",
     ),
     "many strings": (COMPLETIONS, b'{"prompt":[%s]}' % listed(b'""', 150_000), "150000 prompts"),
     "strings one behind the other": (COMPLETIONS, b'""' * MAX_VALUES, TOO_MANY),
-    "deep": (COMPLETIONS, b'{"prompt":' + b"[" * (MAX_CONTAINERS - 1), "not a JSON object|nests"),
+    "deep": (COMPLETIONS, b'{"prompt":' + b"[" * (MAX_CONTAINERS - 2), "not a JSON object|nests"),
     "deeper": (
         COMPLETIONS,
         b'{"prompt":[' + b"[" * MAX_CONTAINERS,
-        "more than 65536 lists and objects",
+        "more than 65536 lists, objects and fields",
     ),
 }
 
@@ -77,6 +77,11 @@ async def test_the_worst_bodies_are_refused_while_the_loop_turns(
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"])
     assert turns > 1 or time.process_time() - begin_s < 0.05
+
+
+def test_a_long_run_of_digits_is_a_text_like_others():
+    digits = "31415926" * 20_000
+    assert parse_json(b'{"prompt":"%s"}' % digits.encode())["prompt"] == digits
 
 
 def test_what_is_inside_strings_is_no_value():

@@ -18,7 +18,9 @@ from toolkit.openai.foreign import UNREADABLE
 Json = dict[str, object]
 
 MAX_VALUES = 1 << 19  # of a body, counted by strings and commas
-MAX_CONTAINERS = 1 << 16  # lists and objects
+MAX_CONTAINERS = 1 << 16  # lists, objects and their fields
+LARGE_BYTES = 1 << 16  # a smaller body takes no time, whatever is in it
+MAX_DIGITS = 128  # of a number in a large body; some numbers of up to twice as many pass
 # How msgspec says where an error is, and which field it means.
 _PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*)`$", re.DOTALL)
@@ -51,14 +53,16 @@ def _without_nulls(value: object) -> object:
 
 
 def refuse_many_values(body: bytes) -> None:
-    """Raise ApiError for a body with more than `MAX_CONTAINERS` lists and objects, or more than
-    `MAX_VALUES` strings and commas.
+    """Raise ApiError for a body with more than `MAX_CONTAINERS` lists, objects and fields, more
+    than `MAX_VALUES` strings and commas, or a large one with a number of more than `MAX_DIGITS`.
 
     The parser does not release Python's global lock: eight MiB of empty lists would stop all other
     requests for most of a second. What is inside strings costs little.
     """
-    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS and (
-        body.count(b'"') + body.count(b",") <= MAX_VALUES
+    if (
+        body.count(b"[") + body.count(b"{") + body.count(b":") <= MAX_CONTAINERS
+        and body.count(b'"') + body.count(b",") <= MAX_VALUES
+        and not _has_long_number(body)
     ):
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -66,10 +70,20 @@ def refuse_many_values(body: bytes) -> None:
     if 2 * strings > MAX_VALUES:  # each has a comma, or another string, behind it
         raise ApiError(f"the body holds more than {MAX_VALUES} values")
     marks = b"".join(unescaped.split(b'"')[::2])  # what is outside of strings
-    if marks.count(b"[") + marks.count(b"{") > MAX_CONTAINERS:
-        raise ApiError(f"the body holds more than {MAX_CONTAINERS} lists and objects")
+    if marks.count(b"[") + marks.count(b"{") + marks.count(b":") > MAX_CONTAINERS:
+        raise ApiError(f"the body holds more than {MAX_CONTAINERS} lists, objects and fields")
+    if _has_long_number(marks):
+        raise ApiError(f"the body holds a number of more than {MAX_DIGITS} digits")
     if strings + marks.count(b",") > MAX_VALUES:
         raise ApiError(f"the body holds more than {MAX_VALUES} values")
+
+
+def _has_long_number(text: bytes) -> bool:
+    """Return whether a large text has a run of digits with a part of `MAX_DIGITS` in it that begins
+    at a multiple of as many bytes.
+    """
+    places = range(0, len(text), MAX_DIGITS) if len(text) > LARGE_BYTES else ()
+    return any(text[at : at + MAX_DIGITS].isdigit() for at in places)
 
 
 def read_object(body: bytes) -> dict[str, Raw]:
