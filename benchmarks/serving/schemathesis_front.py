@@ -84,6 +84,8 @@ def document(*, own: bool) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # HEAD and GET of a page share its name
         made: dict[str, Any] = Application(PoolBackend(pool, options), options)._routes.openapi()
     kinds: dict[str, type] = {COMPLETIONS: RequestFields, CHAT: RequestFields}
+    for path in (*kinds, RESPONSES):  # the backend answers these; FastAPI does not describe them
+        made["paths"].setdefault(path, {"post": {}})
     if own:
         kinds = {COMPLETIONS: EngineCompletion, CHAT: EngineChat}
         made["paths"] = {path: made["paths"][path] for path in SHARED}
