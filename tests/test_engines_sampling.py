@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from benchmarks.common.plugins.llmctl_fake import mix
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.engines.sampling import AHEAD, Sampler, uniforms
 
@@ -108,18 +109,6 @@ def test_the_penalty_counts_tokens_of_this_slice() -> None:
 def test_eos_is_not_drawn_before_min_tokens() -> None:
     kept = row(generated=2, min_tokens=4, stop_token_ids=(7,))
     assert [draw([kept], step=step, eos_ids=(0,)) for step in range(3)] == [[1], [1], [0]]
-
-
-def mix(*words: int) -> int:
-    """Return a hash of 64 bits of integers, in order (SplitMix64)."""
-    mask = (1 << 64) - 1
-    state = 0
-    for word in words:
-        state = ((state ^ (word & mask)) + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state
 
 
 def test_a_regrouped_sampler_draws_the_same_tokens() -> None:

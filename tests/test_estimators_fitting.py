@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from said import says
 from samples import HEAD
 from synthetic_profiles import FACTS, LAW, make_profile, probe_all
@@ -12,6 +13,7 @@ from toolkit.estimators.laws import LinearLaw
 from toolkit.estimators.least_squares import typical
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.estimators.part_fits import fit_memory
+from toolkit.files.fit import MemoryFit
 from toolkit.files.profile import MemoryPoint, Profile
 from toolkit.laws.passes import PassLaw
 
@@ -190,3 +192,11 @@ def test_the_error_names_what_a_profile_lacks(change, named):
         fit_profile(make_profile(**change), HEAD)
     assert says(error.value.message, *named)
     assert error.value.hint
+
+
+@pytest.mark.parametrize("bounds", [[], [0, 100], [50, 50]])
+def test_rules_that_are_missing_or_out_of_order_are_refused(bounds: list[int]) -> None:
+    rules = [{"length_above": bound, "max_batch_size": 4} for bound in bounds]
+    given = {"capacity_tokens": 100, "kv_bytes_per_token": 1, "zeta": 1.0, "zeta_std": 0.0}
+    with pytest.raises(ValidationError, match="rules"):
+        MemoryFit.model_validate({"form": "rules", "rules": rules, **given})

@@ -205,7 +205,7 @@ class RoundsByPass(LatencyLaw):
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode steps of rows that have `input_length` tokens before them: of
-        their mean length, as `LinearLaw.decode_s`.
+        their mean length. Steps that begin by launches and end by work take a little longer.
         """
         cached = round(batch_size * (input_length + (steps + 1) * 0.5))
         return steps * self.law.step_s(StepShape(batch_size, cached))

@@ -107,7 +107,7 @@ def solve_passes(
 
 def standard_deviations(columns: Floats, seconds: Floats, predicted: Floats) -> Floats:
     """Return the standard deviation of each coefficient [k] of a fit to relative residuals, by how
-    far its predictions are off; that of a column that others can replace is beyond any bound.
+    far its predictions are off. A column that others can replace has a deviation beyond any bound.
     """
     noise = np.sqrt(np.mean(np.square(np.minimum(seconds / predicted, TYPICAL_MAX) - 1.0)))
     relative = columns / seconds[:, None]

@@ -35,8 +35,8 @@ class Laws:
 
 
 def laws_from_fit(fit: Fit) -> Laws:
-    """The laws that a fit file holds. Raises InputError if rules are out of order, or for a
-    server that is not modelled.
+    """Return the laws that a fit file holds. Raises InputError for a server that is not
+    modelled.
     """
     refuse_fit(fit)
     engine = LinearLaw(fit.prefill.law, fit.decode.law, fit.engine.prefill_emits_token)
@@ -46,7 +46,7 @@ def laws_from_fit(fit: Fit) -> Laws:
         fit.memory.capacity_tokens, fit.memory.zeta, fit.memory.workspace
     )
     if fit.memory.form == "rules":
-        memory = RuleMemory(tuple(sorted(fit.memory.rules, key=lambda rule: -rule.length_above)))
+        memory = RuleMemory(tuple(fit.memory.rules))
     swap, host_tokens = (
         swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)
     )

@@ -81,7 +81,7 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
     failed = np.array([np.inf if p.smallest_oom is None else p.smallest_oom for p in probes])
 
     def edges(workspace: float) -> tuple[Floats, Floats, Floats]:
-        """Return the shares of a row, of all rows that ran, and of those that did not."""
+        """Return the shares of a row, of the rows that ran, and of the rows that ran out."""
         row = (length * (1.0 + workspace) + steps) / capacity
         return row, ran * row, failed * row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from toolkit.catalogue.resolved import Resolved
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
@@ -72,6 +72,13 @@ class MemoryFit(Strict):
     )
     rules: list[BatchRule] = Field([], description="by length_above, descending")
 
+    @model_validator(mode="after")
+    def _rules_in_order(self) -> MemoryFit:
+        bounds = [rule.length_above for rule in self.rules]
+        if bounds != sorted(set(bounds), reverse=True) or (self.form == "rules" and not bounds):
+            raise ValueError(f"memory.rules: length_above {bounds} must descend, and not be empty")
+        return self
+
 
 class SwapFit(Strict):
     """Swapping between device and host memory: seconds = latency_s + bytes / rate, per cache."""
@@ -123,6 +130,13 @@ class StepsFit(LawFit):
     draft_method: str = Field("", description="of speculative decoding; empty: there was none")
     draft_tokens: int = Field(0, description="drafts of a row in a pass")
     resolved: Resolved | None = optional("what vLLM resolved when it was measured; none: not known")
+
+    @model_validator(mode="after")
+    def _graphs_in_order(self) -> StepsFit:
+        sizes = list(self.law.graphs.sizes) if self.law.graphs else []
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"law.graphs.sizes {sizes} must ascend")
+        return self
 
 
 HELD_OUT = "the law's error of 95 % of held-out batches"

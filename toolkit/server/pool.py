@@ -217,7 +217,7 @@ class PoolBackend(ServerBackend):
             (
                 Counter,
                 "requests_arrived",
-                "Requests that have come, also those that still run.",
+                "Requests that have come, ended or not.",
                 self.stats.arrived,
             ),
             (

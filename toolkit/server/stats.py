@@ -105,7 +105,7 @@ class Stats:
     valid: PassRange = field(default_factory=PassRange)  # where the laws of latency were measured
     latencies: dict[str, Histogram] = field(init=False)  # by name
     batch_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BUCKETS))
-    arrived: int = 0  # before replicas: requests that have come, also those that still run
+    arrived: int = 0  # before replicas: requests that have come, ended or not
     arrived_tokens: int = 0  # of their prompts, as far as they are known then
     prompt_tokens: int = 0
     generation_tokens: int = 0
