@@ -25,10 +25,10 @@ from pathlib import Path
 FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token of a chunk
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64]
 LAW = {
-    "pass_alone": 4e-3,
-    "row_alone": 2e-5,
+    "pass_read": 4e-3,
+    "token_alone": 2e-5,
     "cached_alone": 2e-7,
-    "token_mixed": 4e-5,
+    "token_arithmetic": 4e-5,
     "attended": 1e-9,
     "cached_beside": 3e-7,
     "graph": 2e-3,

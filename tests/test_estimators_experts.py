@@ -35,11 +35,11 @@ PASSES = PassLaw(
 )
 OVERLAPPING = PassLaw(
     {
-        "pass_alone": 2e-3,
-        "row_alone": 1e-5,
+        "pass_read": 2e-3,
+        "token_alone": 1e-5,
         "cached_alone": 3e-8,
-        "expert_alone": 9e-5,
-        "token_mixed": 2.5e-5,
+        "expert_read": 9e-5,
+        "token_arithmetic": 2.5e-5,
         "attended": 1e-9,
         "cached_beside": 5e-8,
         "graph": 1e-3,
@@ -94,7 +94,7 @@ def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
 def test_the_law_of_overlapping_passes_finds_it_too() -> None:
     passes = profile_of(OVERLAPPING, grid(OVERLAPPING.graphs.sizes), stamps=True)
     fit = fit_steps(passes.model_copy(update=EXPERTS), 0)
-    assert fit.law.terms["expert_alone"] == pytest.approx(9e-5, rel=0.05)
+    assert fit.law.terms["expert_read"] == pytest.approx(9e-5, rel=0.05)
     law = fit.law
     for rows in (1, 4, 16, 64, 256):
         shape = StepShape(rows, rows * 800)

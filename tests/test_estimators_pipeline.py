@@ -20,10 +20,10 @@ SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 FULL = GraphSettings("FULL_DECODE_ONLY", SIZES)
 LAW = PassLaw(
     {
-        "pass_alone": 5e-3,
-        "row_alone": 1e-5,
+        "pass_read": 5e-3,
+        "token_alone": 1e-5,
         "cached_alone": 3.2e-8,
-        "token_mixed": 2.3e-5,
+        "token_arithmetic": 2.3e-5,
         "attended": 2e-9,
         "cached_beside": 5e-8,
         "graph": 3e-3,
@@ -67,10 +67,9 @@ def test_a_mode_that_is_not_modelled_is_refused():
 
 
 def test_a_graph_computes_its_own_number_of_rows():
-    law = replace(LAW, graphs=GraphSettings("FULL", SIZES))
-    assert law.gpu_s(chunk(450)) == pytest.approx(law.gpu_s(chunk(464)), abs=1e-4)
-    assert law.gpu_s(chunk(464)) < law.gpu_s(chunk(465)) - 2e-4
-    assert law.gpu_s(chunk(600)) < law.gpu_s(chunk(601))
+    assert LAW.gpu_s(StepShape(9, 0)) == LAW.gpu_s(StepShape(16, 0))
+    assert LAW.gpu_s(StepShape(16, 0)) < LAW.gpu_s(StepShape(17, 0))
+    assert LAW.gpu_s(StepShape(600, 0)) < LAW.gpu_s(StepShape(601, 0))
 
 
 def test_a_pass_alone_waits_for_its_launch_and_then_for_the_gpu():
@@ -104,7 +103,7 @@ def close(found: PassLaw, law: PassLaw, names: tuple[str, ...]) -> None:
         assert found.terms[name] == pytest.approx(law.terms[name], rel=share), name
 
 
-WORK = ("pass_alone", "row_alone", "cached_alone", "token_mixed", "attended")
+WORK = ("pass_read", "token_alone", "cached_alone", "token_arithmetic", "attended")
 WORK = (*WORK, "cached_beside")
 
 
@@ -137,7 +136,7 @@ def test_ends_alone_lead_to_the_law_where_launches_are_steady():
 def test_launches_of_other_processes_do_not_hold_tokens_back():
     _, fit = fitted(APART, stamps=False)
     assert fit.law.apart
-    close(fit.law, APART, ("pass_alone", "cached_alone", "token_mixed", "cached_beside"))
+    close(fit.law, APART, ("pass_read", "cached_alone", "token_arithmetic", "cached_beside"))
 
 
 @pytest.mark.slow

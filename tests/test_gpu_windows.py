@@ -72,8 +72,8 @@ def test_the_law_of_its_passes_is_within_3_percent_held_out():
     assert fit.error.median_percent <= 3.0
     assert fit.error.p95_percent <= 40.5
     assert fit.launches == "inferred"
-    assert fit.law.terms["pass_alone"] == pytest.approx(5.06e-3, rel=0.01)
-    assert fit.law.terms["token_mixed"] == pytest.approx(2.28e-5, rel=0.02)
+    assert fit.law.terms["pass_read"] == pytest.approx(5.06e-3, rel=0.01)
+    assert fit.law.terms["token_arithmetic"] == pytest.approx(2.28e-5, rel=0.02)
     shipped = read_file(Fit, FOLDER / "fit.json").steps
     assert rounded(fit.model_dump()) == rounded(shipped.model_dump())
 

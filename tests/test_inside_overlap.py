@@ -18,10 +18,10 @@ from toolkit.profiling.run import with_sampler
 
 LAW = PassLaw(
     {
-        "pass_alone": 5e-3,
-        "row_alone": 1e-5,
+        "pass_read": 5e-3,
+        "token_alone": 1e-5,
         "cached_alone": 3e-8,
-        "token_mixed": 2e-5,
+        "token_arithmetic": 2e-5,
         "attended": 1e-9,
         "cached_beside": 5e-8,
         "graph": 3e-3,

@@ -29,8 +29,8 @@ from toolkit.sim.paged_engine import PagedEngine
 GRAPHS = GraphSettings("FULL_DECODE_ONLY", (1, 2, 4))
 PLAIN = PassLaw(
     {
-        "pass_alone": 5e-3,
-        "token_mixed": 1e-3,
+        "pass_read": 5e-3,
+        "token_arithmetic": 1e-3,
         "graph": 3e-3,
         "piece": 2e-3,
         "eager": 20e-3,
@@ -39,7 +39,7 @@ PLAIN = PassLaw(
 )
 LAW = PLAIN.with_terms(
     {
-        "row_alone": 1.1e-4,
+        "token_alone": 1.1e-4,
         "cached_alone": 2.3e-5,
         "attended": 1.7e-6,
         "cached_beside": 3.1e-5,
@@ -58,10 +58,10 @@ laws = st.builds(
     PassLaw,
     st.fixed_dictionaries(
         {
-            "pass_alone": some(6.1e-3),
-            "row_alone": some(2.03e-4),
+            "pass_read": some(6.1e-3),
+            "token_alone": some(2.03e-4),
             "cached_alone": some(3.07e-5),
-            "token_mixed": some(5.03e-4),
+            "token_arithmetic": some(5.03e-4),
             "attended": some(1.07e-6),
             "cached_beside": some(5.9e-5),
             "graph": some(7.1e-3),
@@ -71,7 +71,7 @@ laws = st.builds(
             "eager": some(2.11e-2),
             "eager_chunk": some(1.03e-3),
         }
-    ).filter(lambda terms: terms["pass_alone"] + terms["graph"] > 0),
+    ).filter(lambda terms: terms["pass_read"] + terms["graph"] > 0),
     graphs=st.builds(
         GraphSettings,
         st.sampled_from(["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]),
@@ -145,10 +145,10 @@ def test_where_launches_cost_nothing_a_pass_is_all_that_counts(rows, policy, rou
     """The same law in both forms, alone and behind a router that reads reports."""
     pipeline = PassLaw(
         {
-            "pass_alone": 2.1e-3,
-            "row_alone": 2e-4,
+            "pass_read": 2.1e-3,
+            "token_alone": 2e-4,
             "cached_alone": 1e-6,
-            "token_mixed": 3e-3,  # chunks take longer than reading does
+            "token_arithmetic": 3e-3,  # chunks take longer than reading does
             "attended": 1e-7,
             "cached_beside": 1e-6,
         },

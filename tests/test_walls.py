@@ -284,9 +284,9 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
     "sim": 4094, "backends": 3693, "sched": 3299, "cli": 2789, "engines": 2804, "server": 3125,
-    "files": 2625, "traces": 1818, "tuning": 2013, "estimators": 1236,
+    "files": 2625, "traces": 1818, "tuning": 2013, "estimators": 1235,
     "catalogue": 1658, "profiling": 1520, "deploy": 1441, "report": 1194, "openai": 874,
-    "endpoints": 688, "adopt": 665, "workers": 442, "routing": 713, "bench": 689, "laws": 364,
+    "endpoints": 688, "adopt": 665, "workers": 442, "routing": 713, "bench": 689, "laws": 365,
     "scaling": 706, "live": 336, "cluster": 283, "processes": 438,
 }  # fmt: skip
 

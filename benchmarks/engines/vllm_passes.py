@@ -117,10 +117,10 @@ def timed_case(seed: int) -> dict[str, Any]:
     arrival_s = sorted(0.01 * at + draw.random() * 0.03 for at, *_ in case["requests"])
     sizes = draw.choice([[], [1, 2, 4], [1, 2, 4, 8, 16, 32]])
     scale_s = {
-        "pass_alone": 6e-3,
-        "row_alone": 2e-4,
+        "pass_read": 6e-3,
+        "token_alone": 2e-4,
         "cached_alone": 2e-5,
-        "token_mixed": 4e-4,
+        "token_arithmetic": 4e-4,
         "attended": 1e-6,
         "cached_beside": 4e-5,
         "graph": 6e-3,

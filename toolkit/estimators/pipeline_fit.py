@@ -30,11 +30,13 @@ from toolkit.estimators.least_squares import (
 from toolkit.files.profile import StepPoint, StepsProfile
 from toolkit.laws.features import (
     ALONE,
+    ARITHMETIC,
     EAGER,
     FEATURES,
     GRAPH,
     MIXED,
     PIECEWISE,
+    READS,
     StepShape,
 )
 from toolkit.laws.passes import GraphSettings, PassLaw, overlapped
@@ -45,7 +47,7 @@ ROUNDS = 8  # of the alternation; it changes nothing after five or six
 SHOWN_MIN = 6  # passes that a group of coefficients is fitted from, at least
 SHORT_TOKENS = 512  # a pass with chunks of more tokens is limited by arithmetic
 GPU_MIN_S = 1e-4  # a shorter rest between two ends says nothing of the GPU
-QUANTILES = 16  # of the eager launches' spread
+QUANTILES = 16  # of the eager launches' spread: numbers of four bits
 
 LAUNCH_TERMS = {
     GRAPH: ("graph", "graph_row"),
@@ -55,10 +57,10 @@ LAUNCH_TERMS = {
 
 # Where the alternation begins. Any guess of this order of magnitude leads to the same law.
 FIRST_GUESS = {
-    "pass_alone": 5e-3,
-    "row_alone": 1e-5,
+    "pass_read": 5e-3,
+    "token_alone": 1e-5,
     "cached_alone": 3e-8,
-    "token_mixed": 2e-5,
+    "token_arithmetic": 2e-5,
     "attended": 1e-9,
     "cached_beside": 3e-8,
     "graph": 2e-3,
@@ -91,7 +93,7 @@ class PassSequence:
 
     Attributes:
         guess: the law where the alternation begins, with every term.
-        counts: what each term of `guess` counts in each pass, also in one of another part.
+        counts: what each term of `guess` counts in each pass.
         seconds: from the end of the pass before (from idle: from scheduling) to the pass's tokens.
         launches: seconds of its launch; 0: not known.
         launch: GRAPH, PIECEWISE or EAGER.
@@ -115,7 +117,7 @@ class PassSequence:
     def of(cls, measured: StepsProfile, graphs: GraphSettings) -> PassSequence:
         """Return the passes of a profile; `graphs`: how its engine launches them."""
         guess = PassLaw(
-            FIRST_GUESS | ({"expert_alone": 0.0} if measured.experts else {}),
+            FIRST_GUESS | ({"expert_read": 0.0} if measured.experts else {}),
             experts=measured.experts,
             experts_per_token=measured.experts_per_token,
             graphs=graphs,
@@ -128,7 +130,7 @@ class PassSequence:
         idle = idle & (np.diff(number, prepend=-1) > 0)
         idle[0] = True
         weights = np.array([min(size, SAMPLES_COUNTED_MAX) / size for size in sizes])
-        columns = np.array(guess.columns(shapes, everywhere=True))[number]
+        columns = np.array(guess.columns(shapes))[number]
         return cls(
             guess=guess,
             counts=dict(zip(guess.terms, columns.T, strict=True)),
@@ -153,8 +155,8 @@ class PassSequence:
 
     def work_s(self, law: PassLaw) -> Floats:
         """Return the seconds of each pass on the GPU."""
-        alone_s = self.part_s(law, ALONE)
-        return np.where(self.mixed, np.maximum(alone_s, self.part_s(law, MIXED)), alone_s)
+        least_s = np.maximum(self.part_s(law, READS), self.part_s(law, ARITHMETIC))
+        return np.where(self.mixed, least_s + self.part_s(law, MIXED), self.part_s(law, ALONE))
 
     def launch_s(self, law: PassLaw) -> Floats:
         """Return the seconds of each launch by the law."""
@@ -251,9 +253,9 @@ def _with_work(
     alone, and of chunks that are long enough for arithmetic to limit them.
     """
     shows = ~waited & ~passes.idle & seen & (gpu_s > GPU_MIN_S)
-    alone = ["pass_alone", "row_alone", "cached_alone", *["expert_alone"] * (law.experts > 0)]
-    mixed = ["token_mixed", "attended", "cached_beside"]
-    long = passes.mixed & (passes.columns(["token_mixed"])[:, 0] > SHORT_TOKENS)
+    alone = ["pass_read", "token_alone", "cached_alone", *["expert_read"] * (law.experts > 0)]
+    mixed = ["token_arithmetic", "attended", "cached_beside"]
+    long = passes.mixed & (passes.columns(["token_arithmetic"])[:, 0] > SHORT_TOKENS)
     for terms, own in ((alone, ~passes.mixed), (mixed, long)):
         columns = passes.columns(terms)
         law = _with(law, terms, shows & own, columns, gpu_s, passes.root_weight)
@@ -330,6 +332,5 @@ def _spread(passes: PassSequence, law: PassLaw) -> tuple[float, ...]:
     shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
     quantiles = np.quantile(np.minimum(ratios, TYPICAL_MAX), shares)
     quantiles = quantiles / quantiles.mean()
-    bits = QUANTILES.bit_length() - 1
-    order = [int(f"{k:0{bits}b}"[::-1], 2) for k in range(QUANTILES)]
+    order = [int(f"{k:04b}"[::-1], 2) for k in range(QUANTILES)]
     return tuple(float(quantiles[k]) for k in order)

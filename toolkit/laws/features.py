@@ -6,6 +6,8 @@ it, and every law evaluates it. It counts a number of the pass (`NUMBERS`) in on
     both         the work of any pass
     alone        the work of a pass of decodes alone
     mixed        the work of a pass with chunks of prompts
+    reads        what decodes alone read, and passes with chunks at least, beside what is `mixed`
+    arithmetic   with chunks: and at least this
     host         between two passes that do not overlap
     graph, piece, eager      the launch of a CUDA graph, in pieces, or kernel by kernel
 
@@ -178,7 +180,9 @@ PIECEWISE: Final = 1
 EAGER: Final = 2
 ALONE: Final = 3
 MIXED: Final = 4
-HOST: Final = 5
+READS: Final = 5
+ARITHMETIC: Final = 6
+HOST: Final = 7
 PARTS: Final[dict[str, tuple[int, ...]]] = {
     "graph": (GRAPH,),
     "piece": (PIECEWISE,),
@@ -186,6 +190,8 @@ PARTS: Final[dict[str, tuple[int, ...]]] = {
     "both": (ALONE, MIXED),
     "alone": (ALONE,),
     "mixed": (MIXED,),
+    "reads": (ALONE, READS),
+    "arithmetic": (ARITHMETIC,),
     "host": (HOST,),
 }
 
@@ -206,11 +212,9 @@ class Feature:
         self.number: i64 = NUMBERS.index(number)
         self.words = words
 
-    def of(self, shape: StepShape, tokens: int, experts: float, *, everywhere: bool) -> float:
-        """Return what it counts in a pass, 0 where it does not apply to the pass; `everywhere`: as
-        if it did.
-        """
-        if not everywhere and self.parts == (ALONE if shape.prefills else MIXED,):
+    def of(self, shape: StepShape, tokens: int, experts: float) -> float:
+        """Return what it counts in a pass, 0 where it does not apply to the pass."""
+        if self.parts == (ALONE if shape.prefills else MIXED,):
             return 0.0
         return number_of(self.number, shape, tokens, experts)
 
@@ -232,10 +236,10 @@ FEATURES: dict[str, Feature] = {
     "host": Feature("host", "one", "the host's time between passes"),
     "host_row": Feature("host", "rows", "the host's time of a row"),
     # of passes that overlap
-    "pass_alone": Feature("alone", "one", "a pass of decodes alone"),
-    "row_alone": Feature("alone", "rows", "a row of decodes alone"),
-    "expert_alone": Feature("alone", "experts", "touched experts of decodes alone"),
-    "token_mixed": Feature("mixed", "tokens", "new tokens beside chunks"),
+    "pass_read": Feature("reads", "one", "a pass that reads the weights"),
+    "expert_read": Feature("reads", "experts", "experts that are read"),
+    "token_alone": Feature("alone", "tokens", "new tokens of decodes alone"),
+    "token_arithmetic": Feature("arithmetic", "tokens", "new tokens where arithmetic limits"),
     "graph": Feature("graph", "one", "the launch of a CUDA graph"),
     "graph_row": Feature("graph", "rows", "the launch of a CUDA graph, a row"),
     "piece": Feature("piece", "one", "a launch in pieces"),

@@ -1,7 +1,7 @@
 """The law of an engine's forward passes: seconds by what a pass computes, and how passes follow.
 
     work          the terms of `both` and `alone`, or of `both` and `mixed`, and f(new tokens)
-    with chunks   at least `least_s`; where passes overlap, at least the terms of `alone`
+    with chunks   the larger of `reads` and `arithmetic` is added; all is at least `least_s`
     next pass     `host` seconds later
 
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
@@ -33,9 +33,8 @@ How a pass is launched depends on the server's `cudagraph_mode` and on its token
 
 A graph computes its own number of tokens, to which a pass is padded. Layers with sliding windows or
 states have no terms of their own there: what they read does not grow with the cache but for rows
-shorter than a window, and so belongs to rows and tokens. A pass with chunks takes at least what
-decodes of as many rows would take, which read the same weights: arithmetic limits long chunks, and
-reading short ones.
+shorter than a window, and so belongs to rows and tokens. Reading the weights limits short
+chunks, as it limits decodes, and arithmetic limits long ones.
 
 Source: vLLM 0.32, v1/engine/core.py (`step_with_batch_queue`), v1/worker/gpu/cudagraph_utils.py.
 """
@@ -46,7 +45,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from mypy_extensions import i64
@@ -54,6 +53,7 @@ from mypy_extensions import i64
 from toolkit.errors import InputError
 from toolkit.laws.features import (
     ALONE,
+    ARITHMETIC,
     EAGER,
     FEATURES,
     GRAPH,
@@ -61,6 +61,7 @@ from toolkit.laws.features import (
     MIXED,
     ONE,
     PIECEWISE,
+    READS,
     StepShape,
     number_of,
     touched_experts,
@@ -255,16 +256,14 @@ class PassLaw(Stored):
     _host_row_s: float = field(init=False, repr=False, compare=False, default=0.0)
 
     def __post_init__(self) -> None:
-        terms = self.terms
-        knot_s = [0.0]
-        for slope, (start, end) in zip(self.token_s, pairwise(self.knots), strict=False):
-            knot_s.append(knot_s[-1] + slope * (end - start))
+        between = zip(self.token_s, pairwise(self.knots), strict=False)
+        knot_s = (0.0, *accumulate([slope * (end - start) for slope, (start, end) in between]))
         self._check(knot_s)
         found: dict[str, object] = {
-            "_parts": [TermSum(part, terms) for part in range(HOST)],
-            "_knot_s": tuple(knot_s),
-            "_host_s": terms.get("host", 0.0),
-            "_host_row_s": terms.get("host_row", 0.0),
+            "_parts": [TermSum(part, self.terms) for part in range(HOST)],
+            "_knot_s": knot_s,
+            "_host_s": self.terms.get("host", 0.0),
+            "_host_row_s": self.terms.get("host_row", 0.0),
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
@@ -334,9 +333,9 @@ class PassLaw(Stored):
             seconds += self._knot_s[place] + self.token_s[place] * (tokens - self.knots[place])
         if not mixed:
             return self.flat_s if seconds < self.flat_s else seconds
-        if graphs is not None:
-            reading_s = parts[ALONE].of(shape, tokens, experts)
-            seconds = reading_s if reading_s > seconds else seconds
+        reads_s = parts[READS].of(shape, tokens, experts)
+        arithmetic_s = parts[ARITHMETIC].of(shape, tokens, experts)
+        seconds += reads_s if reads_s > arithmetic_s else arithmetic_s
         return self.least_s if seconds < self.least_s else seconds
 
     def growth_s(self, shape: StepShape) -> float:
@@ -354,7 +353,7 @@ class PassLaw(Stored):
         """Return the seconds that a token of a long chunk adds, which attends to `attended`."""
         terms = self.terms
         inside_s = terms.get("attended_inside", 0.0) * min(attended, float(self.window))
-        token_s = self.token_s[-1] if self.token_s else terms.get("token_mixed", 0.0)
+        token_s = self.token_s[-1] if self.token_s else terms.get("token_arithmetic", 0.0)
         return token_s + terms.get("attended", 0.0) * attended + inside_s
 
     def launch_s(self, shape: StepShape) -> float:
@@ -430,12 +429,9 @@ class PassLaw(Stored):
             flat_s=factor * self.flat_s,
         )
 
-    def columns(
-        self, shapes: Sequence[StepShape], *, everywhere: bool = False
-    ) -> list[list[float]]:
+    def columns(self, shapes: Sequence[StepShape]) -> list[list[float]]:
         """Return what each term counts in each pass [n, k]: the terms in their order, then the new
-        tokens between each knot and the next. A graph's padding counts. `everywhere`: terms of
-        passes with chunks, or without, count as if they applied to all.
+        tokens between each knot and the next. A graph's padding counts.
         """
         found = []
         chosen = [FEATURES[name] for name in self.terms]
@@ -445,7 +441,7 @@ class PassLaw(Stored):
             experts = touched_experts(tokens, self.experts, self.experts_per_token)
             if self.graphs is not None:
                 tokens = self.graphs.tokens_of(shape)
-            row = [feature.of(shape, tokens, experts, everywhere=everywhere) for feature in chosen]
+            row = [feature.of(shape, tokens, experts) for feature in chosen]
             for start, end in zip(self.knots, ends, strict=False):
                 row.append(max(0.0, min(float(tokens), end) - start))
             found.append(row)
