@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 from paged import FLAT, trace_of, world
 from said import says
 
@@ -146,6 +148,33 @@ def test_prompts_that_share_nothing_find_nothing() -> None:
     rows = [(9.0 * number, 20, 3, 0) for number in range(4)]
     found = simulate(trace_of(rows, ids=ids), VllmPolicy(), world(engine)).counters
     assert (found["query_tokens"], found["hit_tokens"]) == (80.0, 0)
+
+
+requests = st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(1, 30))
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(requests, min_size=1, max_size=12),
+    blocks=st.sampled_from([46, 60, 400]),
+    retention=st.sampled_from([0, None]),
+    ahead=st.booleans(),
+)
+def test_keys_that_nobody_looks_for_change_nothing(rows, blocks, retention, ahead) -> None:
+    """Without ids no block gets a key, unless a row is preempted; with them all blocks do."""
+    settled = caches([FULL, WINDOW], retention=retention)
+    engine = PagedEngine(FLAT, blocks, 4, caches=settled, ahead=ahead)
+    flags = VllmPolicy(max_num_seqs=8, max_num_batched_tokens=16)
+    rows = [(came / 50, prompt, output, 0) for came, prompt, output in sorted(rows)]
+    ids = [[100 * number] for number in range(len(rows))]
+    plain, keyed = (simulate(trace_of(rows, ids=one), flags, world(engine)) for one in (None, ids))
+    for column in ("first_token_s", "finish_s", "max_gap_s"):
+        assert getattr(plain.served, column) == pytest.approx(getattr(keyed.served, column))
+    counted = {"evicted_percent", "peak_memory_percent", "rounds", "batches", "batch_size_mean"}
+    assert counted <= plain.counters.keys()
+    for name in counted:
+        assert plain.counters[name] == keyed.counters[name]
+    event(f"{min(plain.counters['evicted_percent'], 1):.0f} preempted")
 
 
 @pytest.mark.parametrize("number", range(10))

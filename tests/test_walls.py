@@ -283,7 +283,7 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # Statements (`ast.stmt`) of each room, at most. A new capability finds its place in a shape that
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
-    "sim": 4094, "backends": 3693, "sched": 3299, "cli": 2789, "engines": 2804, "server": 3125,
+    "sim": 4100, "backends": 3693, "sched": 3299, "cli": 2789, "engines": 2804, "server": 3125,
     "files": 2625, "traces": 1818, "tuning": 2013, "estimators": 1235,
     "catalogue": 1658, "profiling": 1520, "deploy": 1441, "report": 1194, "openai": 874,
     "endpoints": 688, "adopt": 665, "workers": 442, "routing": 713, "bench": 689, "laws": 365,

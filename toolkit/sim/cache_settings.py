@@ -38,6 +38,11 @@ class CacheSettings:
         """Tokens, its own included, that a step attends to at most in most layers; 0: all."""
         return read_tokens(self.groups, self.best)
 
+    @property
+    def states(self) -> list[CacheGroup]:
+        """The groups of layers with states."""
+        return [group for group in self.groups if group.kind == "state"]
+
     def capacity_tokens(self, blocks: int) -> int:
         """The tokens of cache that vLLM logs for so many blocks; see `logged_tokens`."""
         return logged_tokens(self.groups, blocks, self.max_model_len, self.in_flight)
@@ -52,8 +57,7 @@ class CacheSettings:
                 f"and the cache has {blocks:,}",
                 "lower max_model_len or max_num_batched_tokens, or give more memory",
             )
-        states = [group for group in self.groups if group.kind == "state"]
-        for group in states:
+        for group in self.states:
             aligned = group.mode == "align"
             if aligned != flags.prefix_caching:
                 raise InputError(
@@ -66,7 +70,7 @@ class CacheSettings:
                     "chunked_prefill false: states with prefix caching need chunks",
                     "set chunked_prefill to true, or prefix_caching to false",
                 )
-        if states and self.rows_within_blocks and flags.max_num_seqs > blocks:
+        if self.states and self.rows_within_blocks and flags.max_num_seqs > blocks:
             raise InputError(
                 f"max_num_seqs {flags.max_num_seqs:,}: the cache has {blocks:,} blocks, and each "
                 "request's state takes one",
@@ -78,7 +82,7 @@ class CacheSettings:
         pass decide that.
         """
         rows = flags.max_num_seqs
-        if self.rows_within_blocks and any(group.kind == "state" for group in self.groups):
+        if self.rows_within_blocks and self.states:
             rows = max(min(rows, blocks), 1)
         tokens = flags.max_num_batched_tokens
         most = rows + bisect_left(  # the longest request must fit beside the passes under way
@@ -99,13 +103,14 @@ def settings_of(resolved: Resolved | None, max_model_len: int, device: str) -> C
     Args:
         device: 'cpu', which has no CUDA graphs, or another.
     """
-    if resolved is None:
-        return None
-    groups = resolved.groups
-    if not groups or (is_plain(groups) and not resolved.index_topk):
+    if (
+        resolved is None
+        or not resolved.groups
+        or (is_plain(resolved.groups) and not resolved.index_topk)
+    ):
         return None
     return CacheSettings(
-        tuple(groups),
+        tuple(resolved.groups),
         max_model_len,
         resolved.retention,
         resolved.max_in_flight_tokens,

@@ -28,6 +28,7 @@ from toolkit.sim.drafts import DrawnDrafts, drafts_of
 from toolkit.sim.flight import Flight, OverlappingFlight, grown_shape
 from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.ledger import Gaps, Ledger
+from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.vllm import PlannedPass, VllmScheduler
 
 
@@ -242,6 +243,8 @@ class PagedRun:
         if drain or scheduler.waiting:
             plan = scheduler.schedule()
             self._ledger.evictions += len(plan.preempted)
+            if plan.preempted and not self._ledger.preempts:
+                raise SimulationStalledError("a row that may need the keys of its blocks", "")
         shape = plan.shape if plan is not None and plan.rows else None
         if leap is not None or shape is not None:
             end_s = flight.follow(shape, now_s)
@@ -289,9 +292,8 @@ class PagedRun:
         ledger = self._ledger
         steps = self._flight.steps
         pool = scheduler.pool
-        held_first = pool.blocks - pool.free
+        free_first = pool.free
         scheduler.commit(steps)
-        held = pool.blocks - pool.free
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * plan.rows
@@ -299,8 +301,10 @@ class PagedRun:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
         # blocks are taken one by one
-        ledger.memory_token_steps += 0.5 * steps * (held_first + held) * self._tokens_per_block
-        ledger.peak_tokens = max(ledger.peak_tokens, held * self._tokens_per_block)
+        held = pool.blocks * steps - 0.5 * steps * (free_first + pool.free)
+        ledger.memory_token_steps += held * self._tokens_per_block
+        most = pool.blocks - min(pool.free, scheduler.least_free)
+        ledger.peak_tokens = max(ledger.peak_tokens, most * self._tokens_per_block)
         valid = self._engine.steps.valid
         if valid is not None:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)

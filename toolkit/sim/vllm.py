@@ -308,6 +308,7 @@ class VllmScheduler:
         pool: the blocks of the cache.
         waiting: rows that are not admitted; the first one is next.
         running: rows in the order of their admission.
+        least_free: blocks that were free in any pass of a leap in which rows give blocks back.
     """
 
     def __init__(
@@ -367,14 +368,14 @@ class VllmScheduler:
         self._in_step = InStep(self._cache, window)
         self._can_step: bool = self._cache.can_step and drafts is None
         self._single: list[PagedRow] = []  # the running rows that are not in step, in order
-        self._passes = 0  # made so far
-        self._admissions = 0
+        # passes and admissions so far, and passes that only preempted since the last token
+        self._passes = self._admissions = self._fruitless = 0
+        self.least_free: int = blocks
         self._plan: PlannedPass | None = None  # the pass that is planned, but not made
         self._under_way: deque[list[Part]] = deque()  # made passes with tokens that are not known
         self._last_prefill = -self._interval  # the last pass with a prefill
         self._bound = False  # the last pass that let prefills in left requests waiting
         self._defers = False  # the planned pass has no prefill
-        self._fruitless = 0  # passes that only preempted, since the last token
         self._check_threshold()
 
     def _check_threshold(self) -> None:
@@ -886,6 +887,7 @@ class VllmScheduler:
             for row in in_step.awake(passes):
                 computed = row.base + passes
                 self._cache.extend(row, computed, computed + 1, computed - self._late)
+            self.least_free = min(self.least_free, self.pool.free)
 
     def rows(self) -> list[tuple[int, ...]]:
         """Return the planned pass as vLLM logs it: of each row its number, computed tokens, new
