@@ -125,8 +125,8 @@ def _simulate_all(
         engine = world.engine_of(policy)
         usable = engine.capacity_tokens
         if policy.prefix_caching and not shares and engine.caches and not engine.caches.states:
-            # Nobody but a row that was preempted finds a block again, and windows whose blocks get
-            # no keys are simulated in less than half the time: with keys only if one was.
+            # Only a row that was preempted finds a block again. Without keys of blocks, windows are
+            # simulated in less than half the time.
             with suppress(SimulationStalledError):
                 return _simulate_all(
                     trace, replace(policy, prefix_caching=False), world, preempts=False
