@@ -1,6 +1,7 @@
 """`llmctl report`: one whole offline page, for any set of a recipe's files and any names."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -150,7 +151,7 @@ def test_the_page_starts_with_the_verdict_in_words(folder):
     html = verdict_of(folder)
     text = text_of(html)
     assert '<p class="badge kept"><b>✓</b>' in html
-    assert "llmctl serve plan.json" in text
+    assert f"llmctl serve {folder / 'plan.json'}" in text
     assert says(text, "slice")
     assert says(text, "trace.jsonl", "3", "requests/s")
     for values in ("2 s 1.5 s ✓", "8 s 6.4 s ✓", "3.2 requests/s"):
@@ -399,3 +400,13 @@ def test_passes_of_a_paged_engine_have_their_error_shown(folder):
     paged = fit_section(replace(found, fit=samples.paged_fit()))
     assert "pass" in [row[0] for row in paged.tables[0].rows]
     assert "pass" not in [row[0] for row in fit_section(found).tables[0].rows]
+
+
+def test_a_bar_shows_its_share_of_the_limit():
+    def lengths(values: dict[str, float], most: float) -> list[float]:
+        return [bar.width for bar in bars(values, most, "broken")]
+
+    assert lengths({"a": 25.0, "b": -50.0}, 100.0) == [25.0, 50.0]
+    assert lengths({"a": 50.0, "b": 200.0}, 100.0) == [25.0, 100.0]
+    assert lengths({"a": 1.0, "b": 2.0}, math.inf) == [50.0, 100.0]
+    assert lengths({"a": 0.0}, math.inf) == [0.0]

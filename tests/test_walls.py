@@ -285,7 +285,7 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 CEILINGS = {
     "sim": 4100, "backends": 3693, "sched": 3299, "cli": 2789, "engines": 2804, "server": 3125,
     "files": 2625, "traces": 1818, "tuning": 2013, "estimators": 1235,
-    "catalogue": 1658, "profiling": 1520, "deploy": 1441, "report": 1194, "openai": 874,
+    "catalogue": 1658, "profiling": 1520, "deploy": 1441, "report": 1197, "openai": 874,
     "endpoints": 688, "adopt": 665, "workers": 442, "routing": 713, "bench": 689, "laws": 365,
     "scaling": 706, "live": 336, "cluster": 283, "processes": 438,
 }  # fmt: skip

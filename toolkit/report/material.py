@@ -66,7 +66,7 @@ class BenchResult:
 
 @dataclass(slots=True)
 class Material:
-    """All files of a report. `why` has, for each left-out role or file, the reason.
+    """All files of a report, in one folder. `why` has, for each left-out role or file, the reason.
 
     `benches` are of the shown plan: first those at the rate that it was tuned for, and among equals
     the newest.
@@ -74,6 +74,7 @@ class Material:
 
     recipe: Recipe
     recipe_file: Path
+    folder: Path = Path()
     profile: Profile | None = None
     fit: Fit | None = None
     tuning: Tuning | None = None
@@ -122,8 +123,9 @@ class Material:
         return "Measure it", typed("profile", recipe)
 
     def file_name(self, role: str) -> str:
-        """The name of the shown file of a role; without one, the commands' default name."""
-        return next((source.name for source in self.sources if source.role == role), f"{role}.json")
+        """Return the path of the shown file of a role; without one, the commands' default name."""
+        names = [source.name for source in self.sources if source.role == role]
+        return str(self.folder / (names[0] if names else f"{role}.json"))
 
 
 def gather(source: str) -> Material:
@@ -136,7 +138,7 @@ def gather(source: str) -> Material:
         path = Path(source)
         plan = read_file(Plan, path)
         folder = path.parent
-        files = Material(plan.recipe, recipe_of(plan, folder), fit=plan.fit, plan=plan)
+        files = Material(plan.recipe, recipe_of(plan, folder), folder, fit=plan.fit, plan=plan)
         files.sources.append(_source("plan", path))
         basis = _basis_of(plan)
     else:

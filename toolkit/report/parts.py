@@ -38,7 +38,7 @@ Cell = str | int | float | bool | Judged | None
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value as the template draws it; `width` is a percentage of the widest bar."""
+    """A value as the template draws it; `width` is in percent of the figure's."""
 
     name: str
     text: str
@@ -263,9 +263,10 @@ def chart(
 
 def bars(values: Mapping[str, float], most: float, beyond: str) -> list[Bar]:
     """Return a bar for each value, in percent; one of more than `most`, to either side, is red and
-    has the word `beyond`.
+    has the word `beyond`. A bar of `most` fills the width, unless another one is longer.
     """
-    widest = max([abs(value) for value in values.values()], default=0.0) or 1.0
+    lengths = [abs(value) for value in (*values.values(), most)]
+    widest = max([length for length in lengths if length < math.inf], default=0.0) or 1.0
     drawn = []
     for name, value in values.items():
         large = abs(value) > most
