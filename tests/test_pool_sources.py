@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
+from toolkit.files.io import write_text
 from toolkit.server.watched import Watched, follow, given_replicas, listed_replicas
 
 
@@ -44,10 +45,10 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path):
     async def change() -> None:
         async with following(source, apply, said.append):
             await asyncio.sleep(0)
-            file.write_text("ftp://c:3\n")
+            write_text(file, "ftp://c:3\n")  # at once: a thread may read the file meanwhile
             while not said:
                 await asyncio.sleep(0.001)
-            file.write_text("http://c:3\n")
+            write_text(file, "http://c:3\n")
             while not applied:
                 await asyncio.sleep(0.001)
 
