@@ -98,6 +98,7 @@ def changed(here: Path, name: str, **scale: Any) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_wrong_input_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = trace_file(here, hours=0.05)
     known = ("--trace", trace, "--start-s", 20)

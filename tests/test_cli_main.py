@@ -89,6 +89,7 @@ def test_every_command_offers_json():
         assert any("--json" in one.opts for one in command.params), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_of_the_help_is_cut(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))

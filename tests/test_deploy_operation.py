@@ -72,6 +72,7 @@ def test_a_rollout_leaves_more_than_half_of_the_pods(
     assert objects["base/poddisruptionbudget.yaml"]["spec"]["maxUnavailable"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "needed"), [(1, 2), (2, 3), (3, None)])
 def test_few_replicas_are_told_how_to_roll_out(replicas: int, needed: int | None) -> None:
     told = render_target("kubernetes", replicated(replicas=replicas))["base/statefulset.yaml"]

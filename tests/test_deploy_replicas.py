@@ -72,6 +72,7 @@ def fronts(order: Order) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -> None:
     found = fronts(order)
     ports = [f"http://127.0.0.1:{port}" for port in (8001, 8002, 8003)]
@@ -157,6 +158,7 @@ def test_kustomize_builds_the_whole_folder(order: Order, tmp_path: Path) -> None
         assert found["Deployment"]["spec"]["replicas"] == 1
 
 
+@pytest.mark.slow
 def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, shipped: Plan) -> None:
     spec = objects_of(order)["base/statefulset.yaml"]["spec"]
     (claim,) = spec["volumeClaimTemplates"]
@@ -173,6 +175,7 @@ def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, ship
     assert found["base/models-claim.yaml"]["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+@pytest.mark.slow
 def test_a_new_router_or_prediction_starts_no_replica_again(shipped: Plan) -> None:
     other = changed(shipped, outcome__metrics={"goodput_rps": 1.0})
     sets = [objects_of(orders.order(plan))["base/statefulset.yaml"] for plan in (shipped, other)]

@@ -238,6 +238,7 @@ def test_another_tolerance_is_rendered(rendered: Rendered, monkeypatch: pytest.M
     assert spec["behavior"]["scaleUp"]["tolerance"] == 0.25
 
 
+@pytest.mark.slow
 def test_the_static_fleet_has_no_autoscaler(rendered: Rendered) -> None:
     assert rendered(fleet("by-law", 99.0), STATIC) == {}
     plan = read_file(Plan, "kubernetes/base/plan.json")
@@ -318,6 +319,7 @@ def test_nothing_keeps_the_targets(
     assert "BREAKS" in read_file(Plan, "plan.json").explained["scaling rule"].source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_the_rule_of_a_recipe_is_rendered_if_it_names_one(
     tmp_path: Path,

@@ -45,6 +45,7 @@ def test_every_path_of_the_files_is_below_the_prefix(order: Order) -> None:
     assert all(HERE not in text for text in files.values())
 
 
+@pytest.mark.slow
 def test_the_commands_copy_the_folder_and_link_its_copy(order: Order) -> None:
     commands = commands_of(order)
     folder = f"{PREFIX}/{order.name}"

@@ -41,6 +41,7 @@ def test_a_changed_template_is_filled_and_the_others_are_the_shipped_ones(mine, 
     assert "# ours\n" not in service.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "vllm"])
 def test_an_unchanged_copy_renders_the_same_files(target, mine, capsys):
     shutil.copytree(shipped_templates() / target, mine, dirs_exist_ok=True)

@@ -153,6 +153,7 @@ def test_it_finds_settings_that_are_surely_better_within_its_time():
     assert control.values == {**START, **best}
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_gives_the_settings_back():
     search, control, _ = search_on(dies_at=30)
     with pytest.raises(InterruptedReplayError):

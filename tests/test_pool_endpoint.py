@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from test_pool import Front, behind
 from test_pool_rogue import metric, page
 
@@ -32,6 +33,7 @@ async def test_an_endpoint_of_one_line_is_relayed_as_the_others_are(
     assert await metric(front, 'llmctl_requests_total{finish_reason="stop"') == 1
 
 
+@pytest.mark.slow
 @behind({"script": embeds}, {"script": embeds}, hang_s=0.3, router="round-robin")
 async def test_it_goes_on_at_another_replica(front: Front, servers: list[StandIn]):
     front.app.generates(EMBEDDINGS)

@@ -81,6 +81,7 @@ async def test_several_prompts_are_answered(front: Front, servers: list[StandIn]
 ODD_COUNTS = [HUGE, 10**12, -5, "7", None, 1.5, {"a": 1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @behind({})
 async def test_a_usage_that_cannot_be_reaches_no_other_request(
@@ -281,6 +282,7 @@ def test_trailers_without_end_take_no_memory(where: str):
     run(test, StandIn(pages=pages, script=script), wait_up_s=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "odd",
     [

@@ -51,6 +51,7 @@ def test_where_limits_are_broken_workers_and_rate_are_searched() -> None:
     assert fewer.keeps_limits, fewer.recommended.outcome.used
 
 
+@pytest.mark.slow
 def test_own_simulates_no_policy_and_no_engine_but_the_recipe_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
