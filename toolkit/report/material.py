@@ -66,7 +66,7 @@ class BenchResult:
 
 @dataclass(slots=True)
 class Material:
-    """All files of a report, in one folder. `why` has, for each left-out role or file, the reason.
+    """All files of a report, in `folder`. `why` has, for each left-out role or file, the reason.
 
     `benches` are of the shown plan: first those at the rate that it was tuned for, and among equals
     the newest.

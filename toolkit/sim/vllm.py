@@ -308,7 +308,8 @@ class VllmScheduler:
         pool: the blocks of the cache.
         waiting: rows that are not admitted; the first one is next.
         running: rows in the order of their admission.
-        least_free: blocks that were free in any pass of a leap in which rows give blocks back.
+        least_free: the fewest blocks that were free in a pass of a leap in which rows also give
+            blocks back.
     """
 
     def __init__(
