@@ -156,13 +156,14 @@ requests = st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(1, 30))
 @settings(max_examples=60)
 @given(
     rows=st.lists(requests, min_size=1, max_size=12),
-    blocks=st.sampled_from([46, 60, 400]),
+    blocks=st.sampled_from([70, 90, 400]),
+    window=st.sampled_from([{"window": 8}, {"window": 10}, {"block": 2, "window": 24}]),
     retention=st.sampled_from([0, None]),
     ahead=st.booleans(),
 )
-def test_keys_that_nobody_looks_for_change_nothing(rows, blocks, retention, ahead) -> None:
+def test_keys_that_nobody_looks_for_change_nothing(rows, blocks, window, retention, ahead) -> None:
     """Without ids no block gets a key, unless a row is preempted; with them all blocks do."""
-    settled = caches([FULL, WINDOW], retention=retention)
+    settled = caches([FULL, replace(WINDOW, **window)], retention=retention)
     engine = PagedEngine(FLAT, blocks, 4, caches=settled, ahead=ahead)
     flags = VllmPolicy(max_num_seqs=8, max_num_batched_tokens=16)
     rows = [(came / 50, prompt, output, 0) for came, prompt, output in sorted(rows)]

@@ -51,6 +51,7 @@ MODELS = {
 LONGEST = 110  # tokens of a request
 COUNTERS = (
     "evicted_percent", "rounds", "batch_size_mean", "itl_mean_s", "hit_tokens", "query_tokens",
+    "peak_memory_percent",
 )  # fmt: skip
 
 lengths = st.tuples(st.integers(1, 40), st.integers(1, 50), st.sampled_from([0, 0, 3, 9]))

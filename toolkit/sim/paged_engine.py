@@ -303,7 +303,7 @@ class PagedRun:
         # blocks are taken one by one
         held = pool.blocks * steps - 0.5 * steps * (free_first + pool.free)
         ledger.memory_token_steps += held * self._tokens_per_block
-        most = pool.blocks - min(pool.free, scheduler.least_free)
+        most = pool.blocks - min(free_first, pool.free, scheduler.least_free)
         ledger.peak_tokens = max(ledger.peak_tokens, most * self._tokens_per_block)
         valid = self._engine.steps.valid
         if valid is not None:
