@@ -126,7 +126,7 @@ def _simulate_all(
         usable = engine.capacity_tokens
         if policy.prefix_caching and not shares and engine.caches and not engine.caches.states:
             # Only a row that was preempted finds a block again. Without keys of blocks, windows are
-            # simulated in less than half the time.
+            # simulated in less than half the time. If a row is preempted, all is simulated anew.
             with suppress(SimulationStalledError):
                 return _simulate_all(
                     trace, replace(policy, prefix_caching=False), world, preempts=False

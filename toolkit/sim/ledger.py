@@ -146,7 +146,7 @@ class Ledger:
     swap_wait_s: float = 0.0  # in which workers waited for transfers and computed nothing
     peak_host_tokens: int = 0  # the most tokens in one worker's host memory
     shares: bool = False  # whether requests of paged engines share prompts
-    preempts: bool = True  # False: it is an error if a paged engine preempts a row
+    preempts: bool = True  # False: the simulation ends with an error where a row is preempted
     pools: list[BlockPool] = field(default_factory=list)  # of paged engines, with their counts
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
     drafted_tokens: int = 0  # verified; `accepted_tokens` of them became tokens

@@ -244,7 +244,7 @@ class PagedRun:
             plan = scheduler.schedule()
             self._ledger.evictions += len(plan.preempted)
             if plan.preempted and not self._ledger.preempts:
-                raise SimulationStalledError("a row that may need the keys of its blocks", "")
+                raise SimulationStalledError("a row was preempted, and no block has a key", "")
         shape = plan.shape if plan is not None and plan.rows else None
         if leap is not None or shape is not None:
             end_s = flight.follow(shape, now_s)
